@@ -85,7 +85,9 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
     except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
         import tempfile  # here: it takes 4 ms to import
 
-        return Path(tempfile.gettempdir()) / f"kdacore-{os.getuid()}"
+        # Windows has no numbers for users; its folder for temporary files is the user's own.
+        user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+        return Path(tempfile.gettempdir()) / f"kdacore{user}"
 
 
 def parse(env: Mapping[str, str]) -> Config:

@@ -10,7 +10,27 @@ from kdacore import config
 from kdacore.types import Device, Request
 
 TYPES = ("cpu", "cuda", "rocm", "tpu", "meta", "mps", "xpu")
-"""Devices that arrays are on as the libraries come; a backend may declare others."""
+"""Devices that arrays are on as the libraries come."""
+TYPES_OF_EXTENSIONS = (
+    "gcu",
+    "hpu",
+    "ipu",
+    "maia",
+    "metal",
+    "mlu",
+    "mtia",
+    "musa",
+    "neuron",
+    "npu",
+    "openreg",
+    "privateuseone",
+    "sdaa",
+    "ve",
+    "vulkan",
+    "xla",
+)
+"""Those of packages that extend torch or JAX, by the names they give them. A backend for others declares ``"*"``, and a
+verifier that looks at ``request.device.type``."""
 
 _TPU_GENERATIONS = {
     "TPU v4": "v4",
@@ -23,6 +43,45 @@ _TPU_GENERATIONS = {
     "TPU7x": "tpu7x",
     "TPU v7x": "tpu7x",
 }
+
+
+def problem_of(kind: str, device_type: str) -> str:
+    """Why arrays of a kind are never on a device of a type, as what was wanted instead; empty where they may be."""
+    if kind == "numpy" and device_type != "cpu":
+        return "cpu, where NumPy's arrays are"
+    if (kind, device_type) == ("torch", "tpu"):
+        return "another, or arrays of JAX: torch has no tensors there"
+    if (kind, device_type) == ("jax", "meta"):
+        return "another, or tensors of torch: JAX has no arrays there"
+    return ""
+
+
+ARCHITECTURES = (
+    "",
+    "sm_70",
+    "sm_75",
+    "sm_80",
+    "sm_86",
+    "sm_89",
+    "sm_90",
+    "sm_100",
+    "sm_103",
+    "sm_120",
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "gfx1100",
+    *dict.fromkeys(_TPU_GENERATIONS.values()),
+)
+"""Some values of :attr:`Device.arch`, for suggestions; ``""`` is a CPU's."""
+_ARCHITECTURE = re.compile(r"sm_[1-9][0-9]{1,2}|gfx[1-9][0-9a-f]{2,3}|TPU .+")
+"""NVIDIA's and AMD's, and a TPU's own name for itself where the table above has none."""
+
+
+def is_architecture(name: str) -> bool:
+    """Can :attr:`Device.arch` be this, or is it ``"*"``? ``sm_90a`` is a target of the compiler, and no device's."""
+    return name == "*" or name in ARCHITECTURES or _ARCHITECTURE.fullmatch(name) is not None
+
 
 _GPU_ARCHITECTURES = {
     **dict.fromkeys(("A30", "A100", "A800"), "sm_80"),

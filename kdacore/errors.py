@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kdacore.types import Reason
@@ -15,11 +15,14 @@ _MOST_BITS = 1024
 """Of an integer that is written out: Python refuses to write those of thousands of digits."""
 
 
-def shown(value: object) -> str:
-    """A caller's value for a message: its ``repr``, or what can be said of it where that is too long."""
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return f"an integer of {value.bit_length()} bits"
-    return shortened(repr(value))
+def shown(value: Any) -> str:
+    """A caller's value for a message: its ``repr``, or what can be said of it where that is too long, or raises."""
+    if issubclass(type(value), int) and int.bit_length(value) > _MOST_BITS:
+        return f"an integer of {int.bit_length(value)} bits"
+    try:
+        return shortened(str.__str__(repr(value)))  # repr may return a subclass of str
+    except Exception:  # noqa: BLE001 - code of the caller's, which must not hide what is wrong with the call
+        return f"an object of type {type(value).__name__} without a repr"
 
 
 def shortened(text: str) -> str:
@@ -38,7 +41,8 @@ class ContractError(ValueError):
     """
 
     def __init__(self, op: str, argument: str, got: object, want: str) -> None:
-        self.op, self.argument, self.got, self.want = op, argument, shortened(str(got)), want
+        words = shortened(got) if type(got) is str else shown(got)
+        self.op, self.argument, self.got, self.want = op, argument, words, want
         super().__init__(contract_text(op, argument, self.got, want))
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -36,8 +36,13 @@ def writable(text: str) -> Path:
     return path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, rights: int = 0o600) -> None:
     """Write a file of which readers see all or nothing, and nothing is left of one that cannot be written.
+
+    Args:
+        path: the file.
+        text: its contents.
+        rights: its access rights.
 
     Raises:
         OSError: naming the file (a full disk names none by itself).
@@ -47,6 +52,7 @@ def write_whole(path: Path, text: str) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        os.chmod(name, rights)
         os.replace(name, path)
     except OSError as error:
         _unlink(name)
@@ -54,6 +60,36 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:  # an interrupt leaves nothing behind either
         _unlink(name)
         raise
+
+
+def write_named(path: Path, text: str) -> None:
+    """Write a file that a user named: as :func:`write_whole` does, unless it is no plain file or its folder takes none.
+
+    Links stay links and devices devices. A new file gets the rights that any other would get.
+
+    Raises:
+        OSError: naming the file.
+    """
+    path = Path(os.path.realpath(path))
+    existed = path.exists()
+    if (existed and not path.is_file()) or not os.access(path.parent, os.W_OK):
+        _write_through(path, text)
+        return
+    path.open("a").close()  # with the rights that a new file gets
+    try:
+        write_whole(path, text, stat.S_IMODE(path.stat().st_mode))
+    except BaseException:
+        if not existed:
+            _unlink(str(path))
+        raise
+
+
+def _write_through(path: Path, text: str) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _unlink(name: str) -> None:

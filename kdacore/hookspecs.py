@@ -31,7 +31,7 @@ def kdacore_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
         ...     if request.T > 8:
         ...         return Reason("too_long", "serves short sequences only", f"T={request.T}", "T <= 8")
         >>> def copy_values(request, inputs):
-        ...     return Outputs(o=inputs.v)
+        ...     return Outputs(o=inputs.v.copy())
         >>> class Plugin:
         ...     @hookimpl
         ...     def kdacore_backends(self):

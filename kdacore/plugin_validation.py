@@ -1,13 +1,20 @@
-"""Validate plugin declarations, once, when a plugin is loaded: a wrong one must break no call."""
+"""Validate plugin declarations, once, when a plugin is loaded: a wrong one must break no call.
+
+A name that kdacore does not know is a fault too: it would never match, and its backend never be chosen, without a word.
+"""
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, get_args
 
+from kdacore import device
 from kdacore.errors import list_names
-from kdacore.ops import OPS
+from kdacore.ops import FEATURES, OPS
+from kdacore.plugin_faults import shown
 from kdacore.types import ArrayKind, Backend, OpImpl, Requirement
 
 Check = Callable[[Any], bool]
@@ -22,16 +29,58 @@ def objection(backend: Backend) -> str:
     """The first field of the wrong type, in words; empty when there is none."""
     if not isinstance(backend.name, str) or not _NAME.fullmatch(backend.name):
         return f"declares a backend whose name is {_shown(backend.name)}; wanted {_NAME_WANTED}"
-    found = _first(backend, _BACKEND)
-    if not found and (unknown := [op for op in backend.ops if op not in OPS]):
-        found = f"declares unknown ops: {list_names(map(str, unknown))}"
-    if not found and (foreign := [kind for kind in backend.kinds if kind not in get_args(ArrayKind)]):
-        found = f"declares unknown kinds: {list_names(foreign)}; there are {list_names(get_args(ArrayKind))}"
+    found = _first(backend, _BACKEND) or _unknown_names(backend)
     for op, impl in () if found else backend.ops.items():
-        found = found or _first(impl, _OP, f"ops[{op!r}]", "an OpImpl", OpImpl)
+        path = f"ops[{op!r}]"
+        found = found or _first(impl, _OP, path, "an OpImpl", OpImpl) or _unknown_of_op(impl, path)
     for i, requirement in enumerate(() if found else backend.requirements):
         found = found or _first(requirement, _REQUIREMENT, f"requirements[{i}]", "a Requirement", Requirement)
     return found and f"backend {backend.name!r} {found}"
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+_KINDS = get_args(ArrayKind)
+_DEVICES = (*device.TYPES, *device.TYPES_OF_EXTENSIONS)
+
+
+def _unknown_names(backend: Backend) -> str:
+    devices = ("*", *_DEVICES)
+    return (
+        _unknown("ops", "ops", backend.ops, OPS)
+        or _unknown("kinds", "kinds", backend.kinds, _KINDS)
+        or _unknown("auto_kinds", "kinds", backend.auto_kinds or (), _KINDS)
+        or _unknown("device_types", "device types", backend.device_types, devices)
+        or _unknown("auto_device_types", "device types", backend.auto_device_types or (), devices)
+    )
+
+
+def _unknown_of_op(impl: OpImpl, path: str) -> str:
+    unusual = [arch for arch in impl.verified_archs if not device.is_architecture(arch)]
+    return _unknown(f"{path}.serves", "features", impl.serves, FEATURES) or _unknown(
+        f"{path}.verified_archs", "architectures", unusual, ("*", *device.ARCHITECTURES)
+    )
+
+
+def _unknown(field: str, what: str, names: Iterable[object], known: Iterable[str]) -> str:
+    """The names in a field that are not among the known ones, with the nearest of those; empty when there are none."""
+    known = tuple(known)
+    unknown = sorted(str(name) for name in names if name not in known)
+    if not unknown:
+        return ""
+    text = f"declares unknown {what}: {list_names(unknown)}"
+    if what not in ("features", "architectures"):  # of which there are many
+        text += f"; there are {list_names(known)}"
+    nearest = list_names(f"{_nearest(name, known)!r} for {name!r}" for name in unknown)
+    return f"{text}; the nearest known: {nearest} (in {field})"
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    by_lower = {other.lower(): other for other in known if other}
+    return by_lower[difflib.get_close_matches(name.lower(), by_lower, 1, 0.0)[0]]
+
+
+# --- types --------------------------------------------------------------------------------------------------------
 
 
 def _first(
@@ -49,7 +98,7 @@ def _first(
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -61,8 +110,11 @@ def _bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float)
+def _rank(value: Any) -> bool:
+    """NaN has no order, True is nobody's rank, and an integer of thousands of digits cannot be shown."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value.bit_length() < 64 if isinstance(value, int) else math.isfinite(value)
 
 
 def _names(value: Any) -> bool:
@@ -91,7 +143,7 @@ _BACKEND: dict[str, tuple[Check, str]] = {
     "ops": (lambda ops: isinstance(ops, Mapping), "a mapping of names to OpImpl"),
     "summary": _TEXT,
     "requirements": (_several, "a tuple of Requirement"),
-    "rank": (_number, "an int"),
+    "rank": (_rank, "an int of less than 64 bits"),
     "device_types": _TUPLE,
     "auto_kinds": _TUPLE_OR_NONE,
     "auto_device_types": _TUPLE_OR_NONE,

@@ -116,17 +116,17 @@ class Registry:
         caller = getattr(self.hooks(), hook)
         found = caller.get_hookimpls()
         if any(i.wrapper or i.hookwrapper for i in found):
-            try:  # a wrapper only works around all of the others at once
-                answer = caller(**arguments)
-            except plugin_faults.FAULTS as error:
+            # A wrapper only works around all of the others at once.
+            answer, error = plugin_faults.attempt(functools.partial(caller, **arguments))
+            if error is not None:
                 plugin_faults.report(f"plugins {list_names(i.plugin_name for i in found)}", hook, error)
                 return
             yield from answer if isinstance(answer, list) else [answer]
             return
         for implementation in reversed(found):
-            try:
-                answer = implementation.function(*(arguments[name] for name in implementation.argnames))
-            except plugin_faults.FAULTS as error:
+            given = [arguments[name] for name in implementation.argnames]
+            answer, error = plugin_faults.attempt(implementation.function, *given)
+            if error is not None:
                 plugin_faults.report(f"plugin {implementation.plugin_name}", hook, error)
                 continue
             yield answer
@@ -224,43 +224,27 @@ class Registry:
 
     def _load_one(self, name: str, distribution: str, load: Callable[[], Any]) -> None:
         start = time.perf_counter()
-        try:
-            with _stdout_to_stderr(), _named_when_slow(name, distribution):
-                plugin = load()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  a plugin may fail in any way; the doctor shows it whole
-            seconds = time.perf_counter() - start
-            self._plugins.append(_failed(name, distribution, seconds, f"failed to import: {error!r}"))
+        with _stdout_to_stderr(), _named_when_slow(name, distribution):
+            plugin, error = plugin_faults.attempt(load)
+        seconds = time.perf_counter() - start
+        if error is not None:  # the doctor shows it whole
+            self._plugins.append(_failed(name, distribution, seconds, "failed to import", error))
             return
-        self._plugins.append(self._adopt(plugin, name, distribution, time.perf_counter() - start))
+        self._plugins.append(self._adopt(plugin, name, distribution, seconds))
 
     def _adopt(self, plugin: Any, name: str, distribution: str, seconds: float) -> PluginRecord:
         """Register a loaded plugin and its backends."""
         if name in self._distributions:
             text = f"plugin name conflict: {name!r} comes from both {self._distributions[name]} and {distribution}"
             return PluginRecord(name, distribution, seconds, (), text)
-        try:
-            if (other := self._manager.get_name(plugin)) is not None:
-                text = f"is the same object as plugin {other!r} of {self._distributions[other]}"
-                return PluginRecord(name, distribution, seconds, (), text)
-            self._manager.register(plugin, name=name)
-            self._distributions[name] = distribution
-            with _stdout_to_stderr():
-                backends = self._backends_of(name)
-            problems, more = self._hook_problems(plugin, backends)
-            accepted: list[Backend] = []
-            for backend in backends:
-                if objection := self._objection(backend, distribution, accepted):
-                    problems.append(objection)
-                else:
-                    accepted.append(backend)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  as above: shown in the doctor, never hidden
+        found, error = plugin_faults.attempt(self._declared, plugin, name, distribution)
+        if error is not None:
             self._forget(name)
-            return _failed(name, distribution, seconds, f"failed to list its backends: {error!r}")
-        if not accepted and (backends or not more):
+            return _failed(name, distribution, seconds, "failed to list its backends", error)
+        if isinstance(found, str):
+            return PluginRecord(name, distribution, seconds, (), found)
+        accepted, problems, usable = found
+        if not usable:
             self._forget(name)  # hooks of a rejected plugin must not be called
         # A new dictionary: other threads may be going through the old one.
         taken = {backend.name: Registered(backend, name, distribution) for backend in accepted}
@@ -269,6 +253,29 @@ class Registry:
         if seconds > limit and distribution != OWN_DISTRIBUTION:
             problems.append(f"slow import: {seconds:.1f} s, more than the limit of {limit:g} s")
         return PluginRecord(name, distribution, seconds, tuple(b.name for b in accepted), "; ".join(problems))
+
+    def _declared(
+        self, plugin: Any, name: str, distribution: str
+    ) -> str | tuple[list[Backend], list[str], bool]:
+        """Register a plugin with pluggy and look at what it declares.
+
+        Returns:
+            Its usable backends, its problems, and whether its hooks may be called; or why it is no plugin of its own.
+        """
+        if (other := self._manager.get_name(plugin)) is not None:
+            return f"is the same object as plugin {other!r} of {self._distributions[other]}"
+        self._manager.register(plugin, name=name)
+        self._distributions[name] = distribution
+        with _stdout_to_stderr():
+            backends = self._backends_of(name)
+        problems, more = self._hook_problems(plugin, backends)
+        accepted: list[Backend] = []
+        for backend in backends:
+            if objection := self._objection(backend, distribution, accepted):
+                problems.append(objection)
+            else:
+                accepted.append(backend)
+        return accepted, problems, bool(accepted) or (more and not backends)
 
     def _forget(self, name: str) -> None:
         """Take a plugin out of pluggy, however far it had come."""
@@ -397,10 +404,9 @@ def third_parties() -> tuple[Entries, list[PluginRecord]]:
     return sorted(named, key=lambda pair: (pair[0], pair[1].name)), unreadable
 
 
-def _failed(name: str, distribution: str, seconds: float, problem: str) -> PluginRecord:
-    import traceback
-
-    return PluginRecord(name, distribution, seconds, (), problem, traceback.format_exc())
+def _failed(name: str, distribution: str, seconds: float, problem: str, error: BaseException) -> PluginRecord:
+    problem = f"{problem}: {plugin_faults.shown(error)}"
+    return PluginRecord(name, distribution, seconds, (), problem, plugin_faults.traceback_of(error))
 
 
 def missing(backend: Backend, *, hardware: bool | None = None) -> list[tuple[str, str, str]]:
@@ -421,16 +427,12 @@ def missing(backend: Backend, *, hardware: bool | None = None) -> list[tuple[str
 
 def probe(requirement: Requirement) -> tuple[str | None, str]:
     """What is missing, None when nothing is; and the traceback of a probe that failed to say."""
-    try:
-        what = requirement.probe()
-        if not isinstance(what, str | None):
-            raise TypeError(f"a probe answers None or a str, not {what!r}")
-    except (
-        plugin_faults.FAULTS
-    ) as error:  # a probe may fail in any way; what it should have found counts as missing
-        import traceback
-
-        return f"its probe raised {error!r}", f"a probe raised {error!r}\n{traceback.format_exc()}"
+    what, error = plugin_faults.attempt(requirement.probe)
+    if error is None and not isinstance(what, str | None):
+        error = TypeError(f"a probe answers None or a str, not {plugin_faults.shown(what)}")
+    if error is not None:  # what it should have found counts as missing
+        raised = plugin_faults.shown(error)
+        return f"its probe raised {raised}", f"a probe raised {raised}\n{plugin_faults.traceback_of(error)}"
     return what, ""
 
 

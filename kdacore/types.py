@@ -7,9 +7,11 @@ for each op it implements.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 API_VERSION = 2
 """Version of the plugin interface in this file. A backend declares the one it was written for."""
@@ -22,7 +24,59 @@ Gate = Literal["log", "softplus", "sigmoid"]
 """How ``g`` becomes a log decay: given as such; ``-exp(A_log) softplus(x)``; ``lower_bound sigmoid(exp(A_log) x)``."""
 
 
-@dataclass(frozen=True, slots=True)
+# --- data that no code can change: what one plugin is handed, others see too ---------------------------------------
+
+_T = TypeVar("_T")
+
+
+def sealed(cls: type[_T]) -> type[_T]:
+    """Decorates a frozen dataclass (without ``slots``, whose fields have no default factories).
+
+    Such a class refuses ``x.field = value`` only, not ``object.__setattr__``. Here the fields become those of a tuple,
+    which has no memory that Python code could write. The class keeps its fields, defaults, methods and name.
+    ``dataclasses.replace``, ``fields`` and ``asdict``, copying and pickling work as before, and instances of different
+    classes are never equal.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [f.name for f in fields]
+    defaults = [f.default for f in fields if f.default is not dataclasses.MISSING]
+    storage: Any = collections.namedtuple(cls.__name__, names, defaults=defaults, module=cls.__module__)  # type: ignore[misc]
+    members = {name: value for name, value in vars(cls).items() if name not in (*_OF_DATACLASS, *names)}
+    members |= {"__slots__": (), "__eq__": _equals, "__ne__": _differs, "__hash__": tuple.__hash__}
+    bases = tuple(base for base in cls.__bases__ if base is not object)
+    made: type[_T] = type(cls.__name__, (storage, *bases), members)
+    return made
+
+
+_OF_DATACLASS = (
+    "__dict__",
+    "__weakref__",
+    "__init__",
+    "__repr__",
+    "__eq__",
+    "__hash__",
+    "__setattr__",
+    "__delattr__",
+)
+"""Members of a dataclass that hold or write its fields, or that a tuple has in a form of its own."""
+
+
+def _equals(self: Any, other: object) -> bool:
+    return type(self) is type(other) and _tuple_equals(self, other)
+
+
+def _differs(self: Any, other: object) -> bool:
+    return not _equals(self, other)
+
+
+_tuple_equals: Any = tuple.__eq__
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+@sealed
+@dataclass(frozen=True)
 class TensorSpec:
     """Shape and canonical dtype name (``"float32"``, ``"bfloat16"``, ``"int64"``, ...) of one array."""
 
@@ -33,7 +87,8 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Device:
     """Where the arrays live. ``type``: ``cpu``, ``cuda``, ``rocm``, ``tpu``, ``meta``, ...
 
@@ -49,7 +104,8 @@ class Device:
         return f"{name} ({self.arch})" if self.arch else name
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Request:
     """One validated call without its values: what a verifier sees, and the key selections are cached on.
 
@@ -349,7 +405,8 @@ class ChunkStateOutputs(NamedTuple):
 # --- verifiers and backends ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Reason:
     """Why a backend cannot serve a call. ``code`` is stable and documented in docs/guide/writing-a-backend.md."""
 
@@ -527,7 +584,8 @@ class Backend:
     """CUDA only: forward and backward may be captured into a graph (no host sync)."""
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Candidate:
     """How one backend answered one request."""
 
@@ -546,7 +604,8 @@ class Candidate:
         return not self.reasons
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class Selection:
     """The outcome of dispatch for one request. ``print(selection)`` shows the whole reasoning."""
 

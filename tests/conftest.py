@@ -19,6 +19,14 @@ if not Path("/dev/nvidiactl").exists():
     # Triton reads this when it is first imported, and torch may import it in any test: so before all of them.
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Programs are compiled quickly, for most run once, and for several devices; JAX reads this once, so before all tests.
+# On CPUs the compiler's older emitters take half the time of those that go through MLIR. Tests of bits compile as JAX
+# does without this (`full_speed` in pallas/pallas_cases.py).
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_force_host_platform_device_count=8",
+)
 
 # In these folders kernels are compiled, interpreted or emulated, or whole programs run, in nearly every test: all files
 # are slow except those named.
@@ -230,6 +238,14 @@ def _configuration_of_this_test_alone() -> Iterator[None]:
     config = sys.modules.get("kdacore.config")
     if config is not None and config._config not in (None, config.parse(os.environ)):
         config.refresh()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives until the end, so the garbage collector need not look through it again and again, nor
+    look as often as by default at what tracing makes: that took a tenth of the time of tests with JAX."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
 
 
 _MEMORY_MAPS = Path("/proc/self/maps")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kdacore.arrays.base import ADAPTERS, Adapter
+from kdacore.arrays.base import ADAPTERS, Adapter, Memory
 
-__all__ = ["Adapter", "adapter_of", "is_spec"]
+__all__ = ["Adapter", "adapter_of", "is_spec", "memory_of"]
 
 
 def adapter_of(x: Any) -> Adapter | None:
@@ -20,6 +20,13 @@ def adapter_of(x: Any) -> Adapter | None:
         if found is not None and found.kind != "torch" and not is_spec(x):
             ADAPTERS[type(x)] = found
     return found
+
+
+def memory_of(x: Any) -> Memory | None:
+    """The bytes of an array of any kind; None where there are none to speak of, and of what is no array."""
+    adapter = None if x is None else adapter_of(x)
+    found = None if adapter is None else adapter.memory(x)
+    return None if found is None else Memory(*found)
 
 
 def is_spec(x: Any) -> bool:

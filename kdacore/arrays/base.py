@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from kdacore.ops import OpDef
 from kdacore.types import ArrayKind, Backend, Device, FastCall, OpImpl, Request, TensorSpec
 
 ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
@@ -51,6 +52,15 @@ class Plan(Protocol):
         """Raise PluginError where gradients that a backend returned, None where not wanted, do not fit the request."""
         ...
 
+    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
+        """Raise PluginError where the first results of a backend's fast path do not fit the request. ``saves``: arrays
+        saved for the backward may follow them."""
+        ...
+
+    def failed(self, function: str, error: BaseException) -> None:
+        """Say of an error that a function of the backend raised whose it is; to be followed by ``raise``."""
+        ...
+
 
 Run = Callable[[Any, Any], Any]
 """``run(plan, inputs)``: runs a plan's forward, joined to the array library's differentiation."""
@@ -64,9 +74,6 @@ class Adapter(Protocol):
     """True where arrays cannot be written in place."""
     knows_grad: bool
     """False where :meth:`needs_grad` can only say that a gradient may be asked for later."""
-
-    through_operators: bool
-    """True where calls must go through ``torch.library`` operators even outside a trace (torch subclasses)."""
 
     fast_path: Any
     """For dispatch: its memory of calls with these arrays. None until it is needed."""
@@ -92,6 +99,33 @@ class Adapter(Protocol):
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         """Raise :class:`UnsupportedError` where the call is inside something that would go wrong unnoticed."""
+        ...
+
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        """Look at the arrays of a call that is not recognised, as :meth:`refuse` does.
+
+        Returns:
+            Whether the call must go through the ``torch.library`` operators, and the arrays as backends may read them:
+            ``arrays`` itself where there was nothing to do.
+
+        Raises:
+            ContractError: an array that cannot be read, or a lazy view that would be written.
+            UnsupportedError: as :meth:`refuse`.
+        """
+        ...
+
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        """Why neither shape nor values of the array can be asked for: what it is, and what was wanted."""
+        ...
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        """Why a call cannot write the array: what it is, and what was wanted."""
+        ...
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
+        """Raise ContractError where an array of a call that needs gradients cannot be saved for the backward."""
         ...
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
@@ -133,6 +167,66 @@ class Adapter(Protocol):
     def run(self, plan: Any, inputs: Any) -> Any:
         """Run the selected implementation, joined to the library's differentiation."""
         ...
+
+
+_MOST_WORK: Any = 10_000
+"""Steps the exact test may take; two layouts so entangled are taken for apart."""
+
+
+class Memory(NamedTuple):
+    """The bytes an array occupies."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def bounds(self) -> tuple[int, int]:
+        """First byte, and the one after the last."""
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        first = self.address + sum(r for r in reach if r < 0)
+        return first, self.address + sum(r for r in reach if r > 0) + self.itemsize
+
+    def overlaps_itself(self) -> bool:
+        """May two elements share memory? Each axis must step over all that the finer ones reach."""
+        reach = self.itemsize
+        steps = [(abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1]
+        for stride, size in sorted(steps):
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+        return False
+
+    def overlaps(self, other: Memory) -> bool:
+        """Do the two share a byte?"""
+        (a, b), (c, d) = self.bounds(), other.bounds()
+        if b <= c or d <= a:
+            return False
+        import numpy as np  # here: few arrays come this close
+
+        try:
+            return bool(np.shares_memory(_array(self), _array(other), max_work=_MOST_WORK))
+        except np.exceptions.TooHardError:
+            return False
+
+
+class _Array:
+    """A memory as NumPy's test of overlap takes it, which reads no element."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (memory.address, True),
+            "shape": memory.shape,
+            "strides": memory.strides,
+            "typestr": f"|V{memory.itemsize}",
+        }
+
+
+def _array(memory: Memory) -> Any:
+    import numpy as np
+
+    return np.asarray(_Array(memory))
 
 
 ADAPTERS: dict[type, Adapter] = {}

@@ -14,8 +14,8 @@ from jax.sharding import get_abstract_mesh
 from kdacore import device as probes
 from kdacore.arrays import jax_meshes
 from kdacore.errors import ContractError
-from kdacore.ops import OPS
-from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, TensorSpec
+from kdacore.ops import OPS, OpDef
+from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.arrays.base import Plan, Run
@@ -37,7 +37,6 @@ class _JaxAdapter:
     kind: ArrayKind = "jax"
     immutable = True
     knows_grad = False
-    through_operators = False
     array_test = None
     fast_path: Any = None
     fast_gradients = None
@@ -47,10 +46,31 @@ class _JaxAdapter:
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         for name, x in zip(OPS[op].arrays, arrays, strict=True):
+            if x is None:
+                continue
             if isinstance(x, jax.ShapeDtypeStruct):  # of this kind too, so that explain takes it
                 raise ContractError(
                     op, name, "a jax.ShapeDtypeStruct", "an array; kdacore.explain takes shapes"
                 )
+            if (problem := self.unreadable(x)) is not None:
+                raise ContractError(op, name, *problem)
+
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        self.refuse(opdef.name, arrays)
+        return False, arrays
+
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        if self.placed(x) and x.is_deleted():
+            return "a deleted or donated array", "an array that is still there"
+        return None
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
+        return
 
     def unwrapped(self, arrays: Any) -> Any:
         for x in arrays:

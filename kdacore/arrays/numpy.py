@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdacore.ops import WRITABLE_ARGUMENTS
-from kdacore.types import ArrayKind, Device, TensorSpec
+from kdacore.ops import WRITABLE_ARGUMENTS, OpDef
+from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.arrays.base import Plan, Run
@@ -20,7 +20,6 @@ class _NumpyAdapter:
     kind: ArrayKind = "numpy"
     immutable = False
     knows_grad = True
-    through_operators = False
 
     fast_path: Any = None
     fast_gradients = None
@@ -35,6 +34,23 @@ class _NumpyAdapter:
         return arrays
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
+        return
+
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        for x in arrays:
+            if x is not None and type(x) is not np.ndarray and isinstance(x, np.ndarray):
+                return False, _without_subclasses(opdef, arrays, options)
+        return False, arrays
+
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        return None if x.flags.writeable else ("a read-only array", "an array that can be written")
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
         return
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
@@ -72,6 +88,22 @@ class _NumpyAdapter:
 
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _run(plan, inputs)
+
+
+def _without_subclasses(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arrays in place of subclasses, which may compute otherwise: ``np.matrix`` has no product of elements.
+
+    What is written stays the caller's object; masked arrays stay too, and validation names them.
+    """
+    written = opdef.written(arrays, options)
+    return tuple(
+        [
+            x
+            if name in written or not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray)
+            else np.asarray(x)
+            for name, x in zip(opdef.arrays, arrays, strict=True)
+        ]
+    )
 
 
 def _run(plan: Plan, inputs: Any) -> Any:

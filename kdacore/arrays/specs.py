@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import config
-from kdacore.errors import ContractError
-from kdacore.types import ArrayKind, Device, TensorSpec
+from kdacore.device import problem_of
+from kdacore.errors import ContractError, shown
+from kdacore.ops import OpDef
+from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 DEVICE = re.compile(r"[a-z]+(:\d+)?")
 """A device in words: its type, and perhaps its index after a colon."""
@@ -42,7 +44,7 @@ class ShapeDtype:
 
     def __post_init__(self) -> None:
         if not isinstance(self.shape, Sequence) or not all(_is_size(n) for n in self.shape):
-            raise _error("shape", self.shape, "whole numbers, like (1, 64, 2, 128)")
+            raise _error("shape", self.shape, "whole numbers below 2**63, like (1, 64, 2, 128)")
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(self.device, torch.device):
@@ -59,17 +61,16 @@ class ShapeDtype:
 
 
 def _is_size(n: object) -> bool:
-    return isinstance(n, numbers.Integral) and not isinstance(n, bool)
+    return isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) < 2**63
 
 
 def _error(argument: str, got: object, want: str) -> ContractError:
-    return ContractError("ShapeDtype", argument, f"{type(got).__name__} {got!r}", want)
+    return ContractError("ShapeDtype", argument, f"{type(got).__name__} {shown(got)}", want)
 
 
 class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
-    through_operators = False
     array_test = None
     fast_path: Any = None
     fast_gradients = None
@@ -88,6 +89,20 @@ class _SpecAdapter:
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         return
 
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        return False, arrays
+
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        return None
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
+        return
+
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         return None
 
@@ -103,7 +118,8 @@ class _SpecAdapter:
         return True
 
     def obstacle(self, op: str, x: ShapeDtype) -> tuple[str, str] | None:
-        return None
+        wanted = problem_of(self.kind, x.device.partition(":")[0])
+        return (f"an array of kind {self.kind} on {x.device}", wanted) if wanted else None
 
     def is_traced(self, x: ShapeDtype) -> bool:
         return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdacore import machine, report
+from kdacore import files, machine, report
 
 SCHEMA = 1
 """Version of the results' layout; raised when a field changes its meaning or goes away."""
@@ -101,7 +101,7 @@ def document(
 
 def write(path: Path, contents: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(contents, indent=1) + "\n")
+    files.write_named(path, json.dumps(contents, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

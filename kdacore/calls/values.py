@@ -11,10 +11,19 @@ from kdacore.types import ArrayKind
 
 Arrays = dict[str, Any]
 
-GATES = ("random", "init", "slow", "zero", "floor", "mixed")
+GATES = ("random", "init", "slow", "zero", "floor", "mixed", "still", "steep", "cliff")
 """Gate distributions. ``random``: raw N(0,1) with A_log = log U(1,16), fast decay; ``init``: as models are
 initialised, slow decay; ``slow``: log decays about -1e-3; ``zero``: about 0; ``floor``: all -5; ``mixed``:
-0 and -60."""
+0 and -60; ``still`` and ``steep``: the gates at the ends of float32, ``exp(A_log)`` of 0 and of the largest number,
+inputs that are huge and infinite; ``cliff``: inputs of 0 and 1 where the slope is largest and 0."""
+
+_A_LOGS = {
+    "still": (-np.inf, 0.5, -104.5, -200.0),
+    "steep": (100.0, 88.7, 300.0, np.inf),
+    "cliff": (300.0, 88.7),
+}
+"""``A_log`` of the heads in turn."""
+_FAR = (1e4, -1e4, 3e38, -3e38, np.inf, -np.inf)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ def tensors(
 
 
 def _raw_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple[int, ...]) -> Arrays:
+    if gates in _A_LOGS:
+        return _far_gate(rng, gates, shape, HV, tail)
     A_log = np.log(rng.uniform(1, 16, HV))
     if gates == "init":
         dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (HV, *tail)))
@@ -94,6 +105,27 @@ def _raw_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple
     # The decays of _log_decay, as far as the bounded gate reaches them too.
     x, a = _raw_extremes(rng, gates, shape)
     return {"g": x - bias, "A_log": np.full(HV, np.log(a)), "dt_bias": bias}
+
+
+def _far_gate(rng: Any, gates: str, shape: tuple[int, ...], HV: int, tail: tuple[int, ...]) -> Arrays:
+    """Huge, infinite and usual gate inputs, and some whose decay is moderate in spite of the rate."""
+    A_log = np.resize(np.array(_A_LOGS[gates]), HV)
+    if gates == "cliff":
+        g = rng.choice((0.0, 1.0, -1.0), shape, p=(0.5, 0.25, 0.25))
+        return {"g": g, "A_log": A_log, "dt_bias": np.zeros((HV, *tail))}
+    bias = 0.5 * rng.standard_normal((HV, *tail))
+    rate = np.clip(A_log, -2.0, 88.72).reshape(HV, *(1,) * len(tail))
+    inputs = np.stack(
+        [
+            rng.choice(_FAR, shape),
+            rng.standard_normal(shape),
+            rng.standard_normal(shape) - rate - bias,
+        ]
+    )
+    which = rng.choice(3, shape, p=(0.3, 0.3, 0.4))
+    if tail and tail[0] > 3:
+        bias[..., :2] = 2e38, -np.inf
+    return {"g": np.take_along_axis(inputs, which[None], axis=0)[0], "A_log": A_log, "dt_bias": bias}
 
 
 def _raw_extremes(rng: Any, gates: str, shape: tuple[int, ...]) -> tuple[Any, float]:
@@ -116,6 +148,8 @@ def _log_decay(rng: Any, gates: str, shape: tuple[int, ...]) -> Any:
         return np.full(shape, -5.0)
     if gates == "mixed":
         return np.where(rng.random(shape) < 0.5, 0.0, -60.0)
+    if gates in _A_LOGS:
+        return np.where(rng.random(shape) < 0.3, -np.abs(rng.choice(_FAR, shape)), -rng.random(shape))
     if gates == "init":
         return -np.exp(rng.uniform(np.log(1e-3), np.log(0.5), shape))
     return -5.0 * rng.random(shape) ** 2

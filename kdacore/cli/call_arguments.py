@@ -12,7 +12,7 @@ from kdacore.arrays.specs import DEVICE
 from kdacore.calls.description import CallDescription, options
 from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
-from kdacore.device import TYPES
+from kdacore.device import TYPES, problem_of
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--shape", type=shape, metavar=SIZES, help=f"sizes, default 1,4096,16,16,128,128 ({SIZES})")
     add("--dtype", default="bfloat16", help="dtype of q, k, v, g and beta (default bfloat16)")
     add("--kind", default="torch", choices=("numpy", "torch", "jax"), help="array library (default torch)")
-    add("--device", type=device, default="cuda", help="cpu, cuda, cuda:1, rocm, tpu (default cuda)")
+    add("--device", type=device, help="cpu, cuda, cuda:1, rocm, tpu (default cuda; of --kind numpy cpu)")
     add("--arch", default="", help="architecture (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)")
     add("--backend", default=None, help="force one backend")
     add("--requires-grad", action="store_true", help="the inputs require gradients")
@@ -109,8 +109,11 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         ContractError: the arguments contradict each other, or the op has none for what they ask for.
     """
     op = args.op or "chunk_kda"
-    if args.arch and args.device in ("cpu", "meta"):
-        raise ContractError(op, "arch", repr(args.arch), f"none: {args.device} has no architectures")
+    where = args.device or ("cpu" if args.kind == "numpy" else "cuda")
+    if wanted := problem_of(args.kind, where.partition(":")[0]):
+        raise ContractError(op, "device", f"{where} with --kind {args.kind}", wanted)
+    if args.arch and where in ("cpu", "meta"):
+        raise ContractError(op, "arch", repr(args.arch), f"none: {where} has no architectures")
     shape = _sizes_of(args, op)
     asked = {name: value for name in OPTIONS if (value := getattr(args, name)) not in (None, False)}
     if args.safe_gate:
@@ -121,8 +124,8 @@ def call_of(args: argparse.Namespace) -> CallDescription:
     return CallDescription(
         op=op,
         kind=args.kind,
-        device=args.device,
-        arch=args.arch or features.arch_of(args.device.partition(":")[0], args.kind, ()),
+        device=where,
+        arch=args.arch or features.arch_of(where.partition(":")[0], args.kind, ()),
         shape=shape,
         dtype=args.dtype,
         gate_dtype=args.dtype,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import stat
 import subprocess
 import sys
-import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kdacore import config, features, integrations, machine, plugin_faults, regi
 from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_costs, doctor_selfcheck
 from kdacore.dispatch import selection
-from kdacore.errors import ConfigError, PerformanceWarning, list_names
+from kdacore.errors import ConfigError, PerformanceWarning, PluginError, list_names
 from kdacore.features import explain_call
 from kdacore.machine import Machine
 from kdacore.registry import (
@@ -133,7 +133,7 @@ def _import_in_child(distribution: str, name: str) -> str:
         return ""
     if done.returncode < 0:
         return f"killed by signal {-done.returncode}"
-    if "kdacore-imported" not in done.stdout:
+    if done.returncode or "kdacore-imported" not in done.stdout:  # a child of its own may have said that
         return f"the process ended with status {done.returncode}"
     return ""
 
@@ -379,14 +379,25 @@ def _choose(registered: list[Registered], where: Machine) -> None:
                 selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
 
 
+_MOST_CHECKS = 1000
+"""Of one plugin; more come from a generator that has no end."""
+
+
+def _rows_of(checks: Callable[[], Any]) -> list[tuple[str, bool, str]]:
+    given = list(itertools.islice(checks(), _MOST_CHECKS + 1))
+    if len(given) > _MOST_CHECKS:
+        raise PluginError(f"gives more than {_MOST_CHECKS} checks")
+    return [(str(name), bool(passed), str(detail)) for name, passed, detail in given]
+
+
 def _plugin_checks(problem: Any) -> list[dict[str, Any]]:
     """The rows plugins add; one that raises is a row of its own and silences nobody else."""
     rows: list[dict[str, Any]] = []
     for hook in REGISTRY.hooks().kdacore_doctor_checks.get_hookimpls():
-        try:
-            given = [(str(name), bool(passed), str(detail)) for name, passed, detail in hook.function()]
-        except plugin_faults.FAULTS as error:  # a plugin may fail in any way; its traceback is the finding
-            given = [("kdacore_doctor_checks", False, f"raised {error!r}\n{traceback.format_exc()}")]
+        given, error = plugin_faults.attempt(_rows_of, hook.function)
+        if error is not None:  # its traceback is the finding
+            text = f"raised {plugin_faults.shown(error)}\n{plugin_faults.traceback_of(error)}"
+            given = [("kdacore_doctor_checks", False, text)]
         for name, passed, detail in given:
             rows.append({"plugin": hook.plugin_name, "name": name, "passed": passed, "detail": detail})
             if not passed:

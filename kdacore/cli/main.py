@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
+from kdacore import streams
 from kdacore.cli.time_limit import terminated_as_interrupted
 from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
 from kdacore.version import __version__
@@ -41,35 +41,38 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: fine; 1: something is broken or wrong; 2: the command makes no sense."""
-    _open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if not word.startswith("-")), "")
+    name = f"kdacore {chosen}" if chosen in COMMANDS else "kdacore"
+    status = FAILED
+    try:
+        with streams.for_readers():
+            status = _run(words, chosen, name)
+    except (
+        OSError
+    ) as error:  # a file or folder that cannot be written or read, a full disk: the error names it
+        _say(f"{name}: {error}")
+        status = status or FAILED
+    return status
+
+
+def _run(words: list[str], chosen: str, name: str) -> int:
     args = build_parser(chosen).parse_args(words)
     run = importlib.import_module(COMMANDS[args.command][0]).run
     try:
         with terminated_as_interrupted():
             status: int = run(args)
-        sys.stdout.flush()
+        return status
     except (ContractError, ConfigError) as error:
-        print(f"kdacore {args.command}: {error}", file=sys.stderr)
+        _say(f"{name}: {error}")
         return USAGE
     except (UnsupportedError, BackendBuildError) as error:
-        print(f"kdacore {args.command}: {error}", file=sys.stderr)
-        return FAILED
-    except BrokenPipeError:  # the reader of a pipe left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except OSError as error:
-        # A file or folder that cannot be written or read, a full disk: the error names it.
-        print(f"kdacore {args.command}: {error}", file=sys.stderr)
+        _say(f"{name}: {error}")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    return status
 
 
-def _open_streams() -> None:
-    """A stream that the shell closed (``>&-``) is None here; what is printed there goes nowhere."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
+def _say(text: str) -> None:
+    if sys.stderr is not None:  # which the shell may have closed
+        print(text, file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import report
+from kdacore import files, report
 from kdacore.bench.clock import Budget
 from kdacore.cli.tune_device import complain, device_of, progress_bar
 from kdacore.types import Device
@@ -75,7 +75,7 @@ def _tune(args: argparse.Namespace, jobs: list[Any], device: Device, out: Consol
     tune.write(path, tune.data_file(device.arch, outcomes))
     out.print(f"written: {path}")
     if args.json:
-        args.json.write_text(json.dumps(_document(device, outcomes), indent=1) + "\n", encoding="utf-8")
+        files.write_named(args.json, json.dumps(_document(device, outcomes), indent=1) + "\n")
     return report.OK if all(t.best for t in outcomes) else report.BROKEN
 
 

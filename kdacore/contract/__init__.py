@@ -66,13 +66,15 @@ def build_request(
 def _check_options(call: Arguments) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
     """Check every option that needs nothing but its definition.
 
+    In ``call.options`` each is then Python's own number or flag: a subclass of the caller's may compare as it likes.
+
     Returns:
         The flags by field of the request, and by name the options without a field that were changed.
     """
     flags: dict[str, Any] = {}
     others: list[tuple[str, Any]] = []
     for option in call.opdef.option_arguments:
-        value = _CHECKS[option.kind](call, option)
+        value = call.options[option.name] = _CHECKS[option.kind](call, option)
         if option.kind == "flag" and option.field not in ("", "gate"):
             flags[option.field] = value
         elif not option.field and value != option.default:

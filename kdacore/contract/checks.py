@@ -73,8 +73,8 @@ class Arguments:
             raise self.fail(
                 name, f"{got.__module__}.{got.__qualname__}", "a NumPy array, torch.Tensor or jax.Array"
             )
-        if getattr(self.arrays[name], "is_nested", False):  # torch's, which has no shape
-            raise self.fail(name, "a nested tensor", "a tensor; sequences of a pack follow one another in it")
+        if (problem := adapter.unreadable(self.arrays[name])) is not None:
+            raise self.fail(name, *problem)
         return adapter
 
     def _check_host(self, name: str, own: Adapter, adapter: Adapter) -> None:
@@ -123,12 +123,15 @@ class Arguments:
         value = self.options.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        # The class is asked, not the object, which may say what it likes of itself.
+        if isinstance(value, bool) or not issubclass(type(value), numbers.Real):
             raise self.fail(name, f"{type(value).__name__} {shown(value)}", "a finite real number")
         try:
             number = float(value)
         except OverflowError:
             raise self.fail(name, "a number that no float holds", "a finite real number") from None
+        except Exception as error:  # code of the caller's
+            raise self.fail(name, _unconverted(value, "float", error), "a finite real number") from error
         if not math.isfinite(number):
             raise self.fail(name, shown(value), "a finite real number")
         if number and not _SIZES[0] <= abs(number) <= _SIZES[1]:
@@ -140,9 +143,16 @@ class Arguments:
         value = self.options.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        if isinstance(value, bool) or not issubclass(type(value), numbers.Integral):
             raise self.fail(name, f"{type(value).__name__} {shown(value)}", "an integer")
-        return int(value)
+        try:
+            return int(value)
+        except Exception as error:  # code of the caller's
+            raise self.fail(name, _unconverted(value, "int", error), "an integer") from error
+
+
+def _unconverted(value: object, to: str, error: Exception) -> str:
+    return f"a {type(value).__name__} whose conversion to {to} raised {type(error).__name__}"
 
 
 def common_fields(call: Arguments, adapter: Adapter, device: Device) -> dict[str, Any]:

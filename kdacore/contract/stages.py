@@ -15,12 +15,17 @@ from kdacore.contract.checks import (
     check_packing,
     common_fields,
 )
+from kdacore.errors import shown
 from kdacore.types import Request
 
 CHUNK_SIZES = (16, 32, 64)
 _COMPUTED = FLOATS
 """Intermediates: the inputs' dtype, or float32 where a backend keeps more."""
 
+_ALL_OR_NONE = frozenset({"q", "k", "v", "Akk", "Aqk", "kg", "w", "u", "v_new", "h"})
+"""Arrays that are all float64, or none of them."""
+_AT_MOST = frozenset({"gc", "beta", "initial_state"})
+"""Arrays that are float64 with those only."""
 Sizes = dict[str, int]
 
 
@@ -29,8 +34,9 @@ def build_stage(call: Arguments) -> tuple[Request, Adapter]:
     adapter, device = call.read_arrays(call.opdef.required)
     chunk = call.integer("chunk_size")
     if chunk not in CHUNK_SIZES:
-        raise call.fail("chunk_size", call.options["chunk_size"], "16, 32 or 64")
+        raise call.fail("chunk_size", shown(chunk), "16, 32 or 64")
     sizes, extra = _CHECKS[call.op](call, chunk)
+    _check_precision(call)
     N = check_packing(call, sizes["B"], adapter)
     first = call.opdef.arrays[0]
     dtype = call.dtype(first, FLOATS)
@@ -43,6 +49,18 @@ def build_stage(call: Arguments) -> tuple[Request, Adapter]:
     if call.op == "kda_chunk_output":
         _check_h(call, fields)
     return Request(**fields), adapter
+
+
+def _check_precision(call: Arguments) -> None:
+    """float64 arrays go together; of narrower dtypes a call may have several."""
+    first = call.opdef.arrays[0]
+    dtype = call.specs[first].dtype
+    for name, spec in call.specs.items():
+        if name in _ALL_OR_NONE and (spec.dtype == "float64") != (dtype == "float64"):
+            want = "float64" if dtype == "float64" else "float32 or narrower"
+            raise call.fail(name, f"dtype {spec.dtype}", f"dtype {want}: {first} has {dtype}")
+        if name in _AT_MOST and spec.dtype == "float64" != dtype:
+            raise call.fail(name, "dtype float64", f"dtype float32 or narrower: {first} has {dtype}")
 
 
 def _gate(call: Arguments, chunk: int) -> tuple[Sizes, dict[str, Any]]:

@@ -86,7 +86,7 @@ def _rows_read(request: Request, values: Mapping[str, Any]) -> tuple[Any, Any]:
         if table.ndim == 2:
             accepted = values["num_accepted_tokens"]
             fresh = accepted <= 0
-            table = np.take_along_axis(table, np.maximum(accepted - 1, 0)[:, None], 1)[:, 0]
+            table = np.take_along_axis(table, np.maximum(accepted, 1)[:, None] - 1, 1)[:, 0]
         padding = (table == ZEROS) & ~fresh
         read = np.where(fresh, ZEROS, table)
     if "has_initial_state" in values:

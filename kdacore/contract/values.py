@@ -95,8 +95,26 @@ def check_offsets(request: Request, name: str, offsets: Any) -> None:
         raise ContractError(request.op, name, f"first offset {offsets[0]}", "0")
     if offsets[-1] > request.T:
         raise ContractError(request.op, name, f"last offset {offsets[-1]}", f"at most T={request.T}")
-    if (np.diff(offsets) < 0).any():
+    if (offsets[1:] < offsets[:-1]).any():  # compared: the difference of two int64 may wrap
         raise ContractError(request.op, name, f"{offsets.tolist()}", "offsets that never decrease")
+
+
+def check_host_offsets(request: Request, inputs: Any, adapter: Adapter) -> None:
+    """Check the offsets of a call whose arrays are in host memory, where they can be read at any time.
+
+    Args:
+        request: of a packed call on a CPU, not traced.
+        inputs: its arrays.
+        adapter: of its first array.
+
+    Raises:
+        ContractError: naming ``cu_seqlens`` or ``cu_seqlens_cpu``, before anything ran.
+    """
+    given = {name: getattr(inputs, name) for name in ("cu_seqlens", "cu_seqlens_cpu")}
+    _offsets(
+        request,
+        {name: (adapter_of(x) or adapter).host_values(x) for name, x in given.items() if x is not None},
+    )
 
 
 def _offsets(request: Request, values: dict[str, Any]) -> None:

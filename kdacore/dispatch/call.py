@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdacore import contract
+from kdacore import contract, plugin_faults
 from kdacore.arrays import Adapter, adapter_of, is_spec
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
@@ -17,6 +17,7 @@ from kdacore.dispatch.plan import (
     cached_plan,
     current_policy,
     execute,
+    plain_options,
     plan_for,
 )
 from kdacore.errors import ContractError, shown
@@ -32,6 +33,7 @@ _new_tuple: Any = tuple.__new__
 """Makes the named tuple of an op's arrays in half the time of its constructor."""
 
 
+@plugin_faults.guarded
 def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object = None) -> Any:
     """Run one public call. Returns what the backend's forward returns, or the beginning of it that callers see.
 
@@ -48,6 +50,8 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         from kdacore.dispatch import torch_operators
 
         return torch_operators.call(opdef, arrays, options, backend, eager_call=call)
+    if backend is not None and type(backend) is not str:  # which may compare as it likes
+        backend = current_policy(opdef, backend).forced
     first = arrays[0]
     adapter = ADAPTERS.get(type(first)) or adapter_of(first)
     if adapter is None:
@@ -62,7 +66,11 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
                 seen = kept
                 break
     if seen is not None and seen.fast_call is not None:
-        outputs = seen.fast_call(arrays)
+        try:
+            outputs = seen.fast_call(arrays)
+        except BaseException as error:
+            seen.plan.failed("fast path", error)
+            raise
         if outputs is not None:
             for records in RECORDS.get():
                 records.append(seen.plan.selection)
@@ -70,7 +78,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     inputs = _new_tuple(opdef.inputs, arrays)
     if seen is not None:
         plan = seen.plan
-        if plan.validate or not plan.results_checked:
+        if plan.check is not None or not plan.results_checked:
             return execute(plan, inputs, seen.run)
         for records in RECORDS.get():
             records.append(plan.selection)
@@ -78,21 +86,26 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if adapter.immutable:  # JAX
         inputs = arrays = adapter.unwrapped(inputs)
     # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
-    exporting = torch is not None and torch.compiler.is_compiling()
+    by_operators = exporting = torch is not None and torch.compiler.is_compiling()
     if not exporting:
-        adapter.refuse(opdef.name, arrays)
-    if exporting or adapter.through_operators:
+        by_operators, readable = adapter.admit(opdef, arrays, options)
+        if readable is not arrays:
+            inputs = _new_tuple(opdef.inputs, readable)
+            fast_path = None  # which would never recognise this call
+    if by_operators:
         from kdacore.dispatch import torch_operators
 
-        return torch_operators.call(opdef, inputs, options, backend, eager_call=call)
+        return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
     if plan.writes:  # calls recognised as this one have the same strides in what they write
         from kdacore.contract.aliasing import check_memory
 
         check_memory(plan.request, inputs, adapter)
+    elif plan.request.needs_grad:
+        adapter.check_saved(plan.request, inputs)
     if fast_path is not None:
         fast_path.note(opdef.name, inputs, options, asked, plan)
-    elif plan.results_checked and adapter.array_test is not None:
+    elif plan.results_checked and adapter.array_test is not None and adapter.fast_path is None:
         fast_path = _start_fast_path(adapter)
         for _ in range(2):  # this call, and the one like it that came before there was a memory
             fast_path.note(opdef.name, inputs, options, asked, plan)

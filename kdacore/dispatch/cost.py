@@ -7,6 +7,7 @@ of a pack is not known, so each counts as long as their mean.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,18 @@ class Prediction:
 
     seconds: float
     source: str
+
+
+def is_cost(seconds: object) -> bool:
+    """Can a plugin's answer be used as a cost: a finite number of 0 or more that a float holds, or None?"""
+    if seconds is None:
+        return True
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return False
+    try:
+        return 0 <= float(seconds) < math.inf
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def group_of(request: Request) -> Group:

@@ -13,10 +13,14 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kdacore import plugin_faults
+from kdacore.ops import OPS
+from kdacore.types import Outputs
+
 if TYPE_CHECKING:
     from kdacore.arrays.base import Adapter, ArrayTest, Run
     from kdacore.dispatch.plan import Plan
-    from kdacore.types import FastCall
+    from kdacore.types import FastCall, Request
 
 _PLAIN_OPTIONS = (type(None), bool, int, float)
 _MAX_CALLS = 4
@@ -116,7 +120,65 @@ class FastPath:
         if matches is None:
             return
         seen = SeenCall(plan, self._adapter.runner(plan, inputs), fast_call, matches, asked)
+        if isinstance(fast_call, _FirstCall):
+            fast_call.seen = seen
         # A test that accepts any strides must come after those with a fast path for particular strides.
         behind = 1 + max((i for i, other in enumerate(kept) if other.plan is plan), default=-1)
         place = behind if fast_call is None else 0
         self.calls[op] = (*kept[:place], seen, *kept[place:])
+
+
+def offered(
+    plan: Plan, make: Callable[[Request, Any], FastCall | None], request: Request, inputs: Any
+) -> FastCall | None:
+    """What ``make``, a backend's ``fast_path``, offers for calls like this one, held to the plan's rules.
+
+    Without it a call goes its ordinary way, so what is wrong with the offer is reported and ends no call.
+    """
+    where, what = f"backend {plan.backend.name}", f"fast path of {request.op}"
+    found, error = plugin_faults.attempt(make, request, inputs)
+    if error is not None:
+        plugin_faults.report(where, what, error)
+        return None
+    if found is not None and not callable(found):
+        plugin_faults.complain(where, what, "answer", f"is {plugin_faults.shown(found)}, no function or None")
+        return None
+    if found is None or request.needs_grad:  # of those with gradients the adapter sees to the results
+        checked: FastCall | None = found
+        return checked
+    return _FirstCall(plan, found)
+
+
+class _FirstCall:
+    """A fast path whose results are held to the request until they fit once; then it takes this one's place in the call
+    that was seen."""
+
+    def __init__(self, plan: Plan, fast_call: FastCall) -> None:
+        self._plan, self._fast_call = plan, fast_call
+        self.seen: SeenCall | None = None
+
+    def __call__(self, arrays: tuple[Any, ...]) -> Any:
+        results = self._fast_call(arrays)
+        if results is None:
+            return None
+        self._plan.check_fast_results(arrays, results)
+        outputs = OPS[self._plan.request.op].outputs
+        whole = outputs is Outputs
+        if self.seen is not None:
+            usual = self._fast_call
+            self.seen.fast_call = usual if whole else _as_forward_returns(outputs, usual)
+        return results if whole else _public(outputs, results)
+
+
+def _as_forward_returns(outputs: Any, fast_call: FastCall) -> FastCall:
+    """For the ops whose callers see what ``forward`` returns, not its parts."""
+
+    def call(arrays: tuple[Any, ...]) -> Any:
+        results = fast_call(arrays)
+        return None if results is None else _public(outputs, results)
+
+    return call
+
+
+def _public(outputs: Any, results: tuple[Any, ...]) -> Any:
+    return results[0] if outputs is None else outputs(*results)

@@ -9,17 +9,18 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import numbers
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kdacore import config, contract
+from kdacore import config, contract, plugin_faults
 from kdacore.arrays import Adapter
 from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, OpImpl, Reason, Request, Selection
+from kdacore.types import Backend, FastCall, OpImpl, Reason, Request, Selection
 
 
 class Plan:
@@ -29,8 +30,10 @@ class Plan:
         "_grads_checked",
         "adapter",
         "backend",
+        "check",
         "differentiated",
         "fast_path",
+        "fast_results_checked",
         "forward",
         "impl",
         "inputs",
@@ -61,10 +64,15 @@ class Plan:
         self.forward = results.typed_forward(chosen.backend, request.op)
         self.run: Callable[[Plan, Any], Any] = adapter.run
         self.validate = config.get().validate_values
-        self.fast_path = None if self.validate else self.impl.fast_path
+        self.check = _check_of(request, self.validate)
+        """``check(request, inputs, adapter)``: reads values at every call and raises ContractError. None where none
+        are read."""
+        make: Callable[[Request, Any], FastCall | None] | None = self.impl.fast_path
         if request.needs_grad:
-            joined = None if self.validate or self.impl.fast_gradients is None else adapter.fast_gradients
-            self.fast_path = None if joined is None else functools.partial(joined, self)
+            joined = None if self.impl.fast_gradients is None else adapter.fast_gradients
+            make = None if joined is None else functools.partial(joined, self)
+        unoffered = make is None or self.check is not None
+        self.fast_path = None if unoffered else functools.partial(_offered, self, make)
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -72,6 +80,7 @@ class Plan:
         """Where the call may be differentiated, and its own backend has no backward for it: what serves it
         then."""
         self.results_checked = False
+        self.fast_results_checked = False
         self._grads_checked = False
 
     def record(self) -> None:
@@ -87,13 +96,50 @@ class Plan:
             self._grads_checked = True
         return grads
 
+    @plugin_faults.guarded
     def gradients(self, inputs: Any, *rest: Any) -> Any:
         """The gradients from the backend."""
-        return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        try:
+            return self.impl.backward(self.request, inputs, *rest)  # type: ignore[misc]
+        except BaseException as error:
+            self.failed("backward", error)
+            raise
+
+    def failed(self, function: str, error: BaseException) -> None:
+        """See :func:`kdacore.dispatch.results.failed`, of a function of the plan's backend."""
+        results.failed(self.backend.name, function, self.request, error)
+
+    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
+        """Hold what the backend's fast path returned to the request, the first time. PluginError."""
+        if not self.fast_results_checked:
+            results.check_fast_results(self, arrays, given, saves=saves)
+            self.fast_results_checked = True
 
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
         results.check_gradients(self, inputs, grads, wanted)
+
+
+def _offered(plan: Plan, make: Any, request: Request, inputs: Any) -> FastCall | None:
+    from kdacore.dispatch import fast_path  # here: what asks for it has loaded it
+
+    return fast_path.offered(plan, make, request, inputs)
+
+
+Check = Callable[[Request, Any, Adapter], None]
+
+
+def _check_of(request: Request, validate: bool) -> Check | None:
+    """What reads values of a call: all of them where asked to, else offsets that are in host memory."""
+    if validate:
+        from kdacore.contract.values import check_values
+
+        return check_values
+    if request.packed and request.device.type == "cpu" and not request.traced:
+        from kdacore.contract.values import check_host_offsets
+
+        return check_host_offsets
+    return None
 
 
 REGISTRY.on_change(results.typed_forward.cache_clear)
@@ -152,7 +198,7 @@ def current_policy(opdef: OpDef, backend: object) -> selection.Policy:
         return PREFERENCE.get() or _environment_policy()
     if not isinstance(backend, str) or not backend:
         raise ContractError(opdef.name, "backend", shown(backend), "None or the name of a backend")
-    return selection.Policy(backend, (), "backend=", _asks_batch_invariance())
+    return selection.Policy(str.__str__(backend), (), "backend=", _asks_batch_invariance())
 
 
 def _asks_batch_invariance() -> bool:
@@ -214,15 +260,41 @@ def lacks_backward_only(reasons: Iterable[Reason]) -> bool:
 
 
 def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Any:
-    """All that the plan of a call depends on. None when the call must not be cached.
-
-    Looking the key up raises TypeError where an option is not hashable.
-    """
+    """All that the plan of a call depends on. None when the call must not be cached."""
+    types = tuple(map(type, options))
+    if not _PLAIN.issuperset(types):
+        options = plain_options(options)
+        types = tuple(map(type, options))
+        if not _PLAIN.issuperset(types):
+            return None
     array_key = adapter.key(inputs)
     if array_key is None:
         return None
     # Types too: True == 1 == 1.0 as dictionary keys, but not as arguments.
-    return (opdef.name, array_key, options, tuple(map(type, options)), asked)
+    return (opdef.name, array_key, options, types, asked)
+
+
+_PLAIN = frozenset({type(None), bool, int, float})
+"""Types of options that are compared with those of other calls. A class of the caller's may compare as it likes."""
+
+
+def plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options with Python's own numbers in place of NumPy's and of subclasses of theirs; others as they are."""
+    return tuple(map(_plain_option, options))
+
+
+def _plain_option(x: Any) -> Any:
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if issubclass(kind, int):
+        return int.__add__(x, 0)
+    if issubclass(kind, float):
+        return float.__mul__(x, 1.0)
+    if kind.__module__ == "numpy" and issubclass(kind, numbers.Real):
+        number = x.item()
+        return number if type(number) in _PLAIN else x
+    return x
 
 
 def asked_of(request: Request, policy: selection.Policy) -> Request:
@@ -243,10 +315,7 @@ def cached_plan(
     key = key_of(adapter, opdef, inputs, options, asked)
     if key is None:
         return make(opdef, inputs, options, asked)
-    try:
-        found = _plans.get(key)
-    except TypeError:  # an unhashable option: validation names it
-        return make(opdef, inputs, options, asked)
+    found = _plans.get(key)
     if found is None:
         found = make(opdef, inputs, options, asked)
         if len(_plans) >= _MAX_PLANS:
@@ -256,11 +325,9 @@ def cached_plan(
 
 
 def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
-    """Run a plan: check values when asked to, record it, and go."""
-    if plan.validate:
-        from kdacore.contract.values import check_values
-
-        check_values(plan.request, inputs, plan.adapter)
+    """Run a plan: check the values that are read, record it, and go."""
+    if plan.check is not None:
+        plan.check(plan.request, inputs, plan.adapter)
     plan.record()
     if plan.results_checked:
         return run(plan, inputs)

@@ -1,20 +1,24 @@
 """Holding what a backend returns to the request: a wrong result would otherwise fail far from the backend.
 
-Types are checked at every call. Presence, shape, dtype, array kind and device are checked the first
-time a plan runs: they depend only on what the plan was made of.
+Types are checked at every call. Presence, shape, dtype, array kind, device and memory are checked the first time a plan
+runs, and at the first call of its fast path: they depend only on what the plan was made of.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kdacore.arrays import adapter_of
+from kdacore import plugin_faults
+from kdacore.arrays import adapter_of, memory_of
 from kdacore.errors import PluginError
 from kdacore.ops import OPS
-from kdacore.registry import REGISTRY
-from kdacore.types import GateGrads, InputGrads, Request
+from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
+from kdacore.types import GateGrads, InputGrads, Outputs, Request
+
+if TYPE_CHECKING:
+    from kdacore.arrays.base import Memory
 
 
 class Expected(NamedTuple):
@@ -33,26 +37,63 @@ def typed_forward(backend: str, op: str) -> Callable[..., Any]:
     """
     forward, wanted = REGISTRY.get(backend).backend.ops[op].forward, OPS[op].outputs
 
+    @plugin_faults.guarded
     def named_tuple(request: Request, inputs: Any) -> Any:
-        results = forward(request, inputs)
+        try:
+            results = forward(request, inputs)
+        except BaseException as error:
+            failed(backend, "forward", request, error)
+            raise
         if not isinstance(results, wanted):  # type: ignore[arg-type]
-            raise _wrong_type(backend, op, results, f"kdacore.types.{wanted.__name__}")  # type: ignore[union-attr]
+            raise _wrong(backend, "forward", request, results, f"kdacore.types.{wanted.__name__}")  # type: ignore[union-attr]
         return results
 
+    @plugin_faults.guarded
     def array(request: Request, inputs: Any) -> Any:
-        result = forward(request, inputs)
+        try:
+            result = forward(request, inputs)
+        except BaseException as error:
+            failed(backend, "forward", request, error)
+            raise
         if adapter_of(result) is None:
-            raise _wrong_type(backend, op, result, "an array")
+            raise _wrong(backend, "forward", request, result, "an array")
         return result
 
     return array if wanted is None else named_tuple
 
 
-def _wrong_type(backend: str, op: str, got: Any, want: str) -> PluginError:
-    return PluginError(f"backend {backend!r}: forward of {op} returned {type(got).__name__}; wanted {want}")
+def failed(backend: str, function: str, request: Request, error: BaseException) -> None:
+    """Say of an error that a function of a backend raised whose it is, and what may have been written.
+
+    What the backends of kdacore itself raise is left as it is: they have written nothing then.
+
+    Raises:
+        PluginError: in place of an error that would end the caller's process.
+    """
+    registered = REGISTRY.backends().get(backend)
+    own = registered is not None and registered.distribution == OWN_DISTRIBUTION
+    if own and isinstance(error, Exception):
+        return
+    written = () if own else _written(request)
+    plugin_faults.failed(f"backend {backend!r}", f"{function} of {request.op}", written, error)
 
 
-def check_results(plan: Any, inputs: Any, results: Any) -> None:
+def _written(request: Request) -> tuple[str, ...]:
+    from kdacore.contract.aliasing import written_arguments  # here: first calls load no more than they need
+
+    return written_arguments(request)
+
+
+def _wrong(backend: str, function: str, request: Request, got: Any, want: str) -> PluginError:
+    text = f"returned {type(got).__name__}; wanted {want}"
+    return _error(backend, f"{function} of {request.op} {text}", request)
+
+
+def _error(backend: str, text: str, request: Request) -> PluginError:
+    return PluginError(f"backend {backend!r}: {text}{plugin_faults.may_have_written(_written(request))}")
+
+
+def check_results(plan: Any, inputs: Any, results: Any, function: str = "forward") -> None:
     """Check the results of a plan's forward.
 
     Raises:
@@ -61,9 +102,42 @@ def check_results(plan: Any, inputs: Any, results: Any) -> None:
     request: Request = plan.request
     expected = {e.name: e for e in expected_results(request, inputs)}
     named = results._asdict() if hasattr(results, "_asdict") else {_SINGLE[request.op]: results}
+    named.pop("saved", None)
     for name, x in named.items():
-        if name != "saved":
-            _check(plan, "forward", name, x, expected.get(name))
+        _check(plan, function, name, x, expected.get(name))
+    written = {"o": "out"} if request.has("out") else {}
+    if request.inplace_state:
+        written["final_state"] = request.written_pool
+    _check_memory(plan, function, named, inputs, written)
+
+
+def check_fast_results(plan: Any, arrays: Any, results: Any, *, saves: bool = False) -> None:
+    """Check what a backend's fast path returned, as :func:`check_results` does.
+
+    Args:
+        plan: of the call.
+        arrays: of the call.
+        results: a tuple of the results that the caller sees.
+        saves: arrays that are saved for the backward may follow.
+
+    Raises:
+        PluginError: naming the backend and the result.
+    """
+    request: Request = plan.request
+    function, wanted = "fast path", OPS[request.op].outputs
+    count = 1 if wanted is None else len(wanted._fields) - (wanted is Outputs)  # type: ignore[attr-defined]
+    if not isinstance(results, tuple) or (len(results) < count if saves else len(results) != count):
+        got = f"a tuple of {len(results)}" if isinstance(results, tuple) else type(results).__name__
+        raise _error(
+            plan.backend.name,
+            f"{function} of {request.op} returned {got}; wanted a tuple of {count} results or None",
+            request,
+        )
+    for i, x in enumerate(results[count:]):
+        if x is not None and adapter_of(x) is None:
+            raise _wrong(plan.backend.name, function, request, x, f"an array as saved[{i}]")
+    seen = results[:count]
+    check_results(plan, plan.inputs(*arrays), seen[0] if wanted is None else wanted(*seen), function)
 
 
 def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...] | None = None) -> None:
@@ -81,22 +155,59 @@ def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...]
             f"backend {plan.backend.name!r}: backward of {request.op} returned {got}; "
             f"wanted kdacore.types.{wanted.__name__}"
         )
+    named = {}
     for i, (name, grad) in enumerate(zip(grads._fields, grads, strict=True)):
         x = getattr(inputs, name)
         spec = None if x is None or not (needed is None or needed[i]) else request.spec(name)
         expected = None if spec is None else Expected(name, spec.shape, (spec.dtype,))
+        named[f"gradient of {name}"] = grad
         _check(plan, "backward", f"gradient of {name}", grad, expected)
+    _check_memory(plan, "backward", named, inputs, {})
 
 
 def _check(plan: Any, function: str, name: str, x: Any, expected: Expected | None) -> None:
-    problem = _problem(plan.request, x, expected)
+    problem = problem_of(plan.request, x, expected)
     if problem:
-        raise PluginError(
-            f"backend {plan.backend.name!r}: {function} of {plan.request.op}: {name}: {problem}"
-        )
+        raise _error(plan.backend.name, f"{function} of {plan.request.op}: {name}: {problem}", plan.request)
 
 
-def _problem(request: Request, x: Any, expected: Expected | None) -> str:
+def _check_memory(
+    plan: Any, function: str, named: dict[str, Any], inputs: Any, written: dict[str, str]
+) -> None:
+    if plan.adapter.immutable:
+        return
+    if problem := memory_problem(named, inputs, written):
+        raise _error(plan.backend.name, f"{function} of {plan.request.op}: {problem}", plan.request)
+
+
+def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) -> str:
+    """A result that has no memory of its own, in words: what a caller does to it would change an input, or another
+    result. Empty when there is none.
+
+    Args:
+        named: results by name.
+        inputs: the call's arrays, a named tuple.
+        written: names of results that are an argument, which the call writes, to the argument's name.
+    """
+    given = {name: memory for name in inputs._fields if (memory := memory_of(getattr(inputs, name)))}
+    before: dict[str, Memory] = {}
+    for name, x in named.items():
+        memory = memory_of(x)
+        if memory is None:
+            continue
+        argument = written.get(name)
+        if argument is not None:
+            if memory != given.get(argument):
+                return f"{name}: got other memory than that of {argument!r}, which the call writes"
+        elif shared := next((other for other, theirs in given.items() if memory.overlaps(theirs)), None):
+            return f"{name}: got memory of the argument {shared!r}; wanted memory of its own"
+        elif shared := next((other for other, theirs in before.items() if memory.overlaps(theirs)), None):
+            return f"{name}: got memory of the {shared}; wanted memory of its own"
+        before[name] = memory
+    return ""
+
+
+def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
     """What is wrong with one result; empty when nothing is."""
     if expected is None:
         return "" if x is None else "returned, but the call did not ask for it"
@@ -146,7 +257,7 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
         yield Expected("v_new", (*whole, r.V), middle)
         yield Expected("final_state", r.state_shape, (r.state_dtype,))
     elif r.op == "kda_chunk_output":
-        yield Expected("o", (*whole, r.V), middle)
+        yield Expected("o", (*whole, r.V), (r.spec("v_new").dtype,))
     else:
         yield Expected("o", (*whole, r.V), (r.dtype,))
         if r.output_final_state:

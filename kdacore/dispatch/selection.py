@@ -173,18 +173,20 @@ def _with_cost(candidate: Candidate, request: Request) -> Candidate:
 
 def _ask(registered: Registered, verifier: Verifier, request: Request) -> Reason | None:
     """A verifier that raises or answers nonsense is a bug of its plugin: it rejects the call and says so, loudly."""
-    name = getattr(verifier, "__qualname__", repr(verifier))
-    try:
-        answer = verifier(request)
-        if answer is None or (isinstance(answer, Reason) and isinstance(answer.code, str)):
-            return answer
-        said = detail = f"answered {answer!r}, neither None nor a Reason with a code"
+    answer, error = plugin_faults.attempt(verifier, request)
+    if error is None and answer is None:
+        return None
+    if error is None and isinstance(answer, Reason):
+        texts = (answer.code, answer.message, answer.got, answer.want)
+        if all(isinstance(text, str) for text in texts):
+            return answer if type(answer) is Reason else Reason(*texts)
+    name, where = plugin_faults.name_of(verifier), f"backend {registered.backend.name}"
+    if error is None:
+        said = detail = f"answered {plugin_faults.shown(answer)}, neither None nor a Reason of texts"
         kind = type(answer).__name__
-    except plugin_faults.FAULTS as error:  # the traceback travels in a warning, the error in the reason
-        import traceback
-
-        said, detail, kind = f"raised {error!r}", f"raised:\n{traceback.format_exc()}", type(error).__name__
-    where = f"backend {registered.backend.name}"
+    else:  # the traceback travels in a warning, the error in the reason
+        said, kind = f"raised {plugin_faults.shown(error)}", type(error).__name__
+        detail = f"raised:\n{plugin_faults.traceback_of(error)}"
     plugin_faults.warn_once(where, f"verifier {name}", kind, f"verifier {name} {detail}")
     return Reason("verifier_error", f"verifier {name} {said}")
 
@@ -213,7 +215,7 @@ def _general_reasons(
             Reason(
                 "option",
                 f"does not serve {list_names(sorted(unserved))}",
-                list_names(sorted(request.features)),
+                list_names(sorted(unserved)),
                 f"no features but {list_names(sorted(impl.serves))}",
             )
         )
@@ -240,14 +242,15 @@ def _cost(registered: Registered, request: Request) -> Prediction | None:
 
     impl = registered.backend.ops[request.op]
     if impl.cost is not None:
-        try:
-            seconds = impl.cost(request)
-            if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
-                raise ValueError(f"a cost is seconds, 0 or more, or None; got {seconds!r}")
-        except plugin_faults.FAULTS as error:  # a backend of unknown speed is still a backend
+        seconds, error = plugin_faults.attempt(impl.cost, request)
+        if error is None and not cost.is_cost(seconds):
+            error = ValueError(
+                f"a cost is seconds, a finite number of 0 or more, or None; got {plugin_faults.shown(seconds)}"
+            )
+        if error is not None:  # a backend of unknown speed is still a backend
             plugin_faults.report(f"backend {registered.backend.name}", f"cost of {request.op}", error)
             return None
-        return None if seconds is None else cost.Prediction(seconds, "estimated by the backend itself")
+        return None if seconds is None else cost.Prediction(float(seconds), "estimated by the backend itself")
     return cost.predict(registered.backend.name, request)
 
 
@@ -275,11 +278,14 @@ def _ranked(request: Request, able: list[Candidate]) -> list[tuple[str, str]]:
     if len(able) == 1:
         order = [(able[0].backend, "the only one that can")]
     if chosen is not None:
-        if chosen not in [c.backend for c in able]:
+        # A str first: other objects may compare equal to anything.
+        if not isinstance(chosen, str) or chosen not in [c.backend for c in able]:
             asked = REGISTRY.hooks().kdacore_choose.get_hookimpls()
             where = f"plugin {list_names(i.plugin_name for i in asked)}"
-            said = f"named {chosen!r}, which cannot serve the call"
-            plugin_faults.complain(where, "kdacore_choose", repr(chosen), said)
+            named = plugin_faults.shown(chosen)
+            plugin_faults.complain(
+                where, "kdacore_choose", named, f"named {named}, which cannot serve the call"
+            )
         else:
             order = [(chosen, "chosen by the kdacore_choose hook")] + [o for o in order if o[0] != chosen]
     return order

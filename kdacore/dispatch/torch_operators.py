@@ -17,6 +17,7 @@ from kdacore import contract
 from kdacore.arrays.torch.autograd import double_backward_error
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
+from kdacore.arrays.torch.tensor_views import REFUSED_SUBCLASSES, first_subclass
 from kdacore.contract.aliasing import check_memory
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
@@ -146,6 +147,8 @@ def obstacle_of(
                 return name, "None", "an array"
         elif not isinstance(x, (torch.Tensor, np.ndarray) if name in HOST_ARGUMENTS else torch.Tensor):
             return name, type(x).__name__, "a torch.Tensor, as every array of a compiled call"
+        elif type(x).__name__ in REFUSED_SUBCLASSES:
+            return name, type(x).__name__, "a plain tensor"
     for option, value in zip(opdef.option_arguments, options, strict=True):
         want = _wanted_instead(option, value)
         if want is not None:
@@ -215,7 +218,9 @@ def call(
         if obstacle is not None:
             return leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
     else:
-        contract.build_request(opdef, opdef.inputs(*inputs), options)
+        request, _ = contract.build_request(opdef, opdef.inputs(*inputs), options)
+        if request.needs_grad:
+            TORCH.check_saved(request, opdef.inputs(*inputs))
         options = as_numbers(opdef, options)
     flat = flat_arguments(opdef, inputs, options, backend)
     arrays = dict(zip(opdef.arrays, flat[1:], strict=False))
@@ -235,6 +240,25 @@ def call(
         state = arrays["initial_state"] if arrays["write_pool"] is None else arrays["write_pool"]
     wants_checkpoints = given.get("checkpoint_every") is not None
     return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
+
+
+def outside_graph(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, eager_call: Callable[..., Any]
+) -> Any:
+    """Serve a call with tensor subclasses, or one that is being exported.
+
+    Raises:
+        ContractError: a subclass that serves no operators but those it knows.
+    """
+    try:
+        return call(opdef, inputs, options, backend, eager_call)
+    except TypeError as error:
+        subclass = first_subclass(opdef.arrays, inputs)
+        if subclass is None or "handlers returned NotImplemented" not in str(error):
+            raise
+        name, kind = subclass
+        want = "a plain tensor, or a subclass that serves any operator"
+        raise ContractError(opdef.name, name, f"a {kind}", want) from error
 
 
 def flat_arguments(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> tuple[Any, ...]:
@@ -287,22 +311,20 @@ def _gate(*args: Any) -> Any:
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
     bound = Bound(family, args)
     plan = bound.plan()
-    backward = plan.impl.backward
-    if backward is None:
+    if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.q):
-        grads = backward(plan.request, bound.inputs, (), OutputGrads(*bound.rest))
+        grads = plan.backward(bound.inputs, (), OutputGrads(*bound.rest))
     return [as_result(g, bound.inputs.q) for g in grads]
 
 
 def _gate_backward(*args: Any) -> list[torch.Tensor]:
     bound = Bound("gate", args)
     plan = bound.plan()
-    backward = plan.impl.backward
-    if backward is None:
+    if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
     with as_given(bound.inputs.g):
-        grads = backward(plan.request, bound.inputs, *bound.rest)
+        grads = plan.backward(bound.inputs, *bound.rest)
     return [as_result(g, bound.inputs.g) for g in grads]
 
 

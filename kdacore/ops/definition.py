@@ -92,6 +92,21 @@ class OpDef:
         gates = GATE_FEATURES.values() if "g" in self.arrays else ()
         return frozenset([name for name in (*named, *gates, GROUPED_VALUE_HEADS) if name is not None])
 
+    def written(self, arrays: Iterable[Any], options: Iterable[Any]) -> tuple[str, ...]:
+        """Names of the arrays that a call writes in place, where its library's arrays can be written.
+
+        Args:
+            arrays: what was given, None where nothing was, in the order of ``arrays``; not validated yet.
+            options: the options' values, in the order of ``options``.
+        """
+        given = {
+            a.name for a, x in zip(self.array_arguments, arrays, strict=True) if a.writable and x is not None
+        }
+        if dict(zip(self.options, options, strict=True)).get("inplace_state") is not True:
+            return ("out",) if "out" in given else ()
+        pool = "write_pool" if "write_pool" in given else "initial_state"
+        return tuple([name for name in ("out", pool) if name in given])
+
     def features_used(
         self, arrays: Iterable[str], options: Mapping[str, Any], gate: str, grouped: bool
     ) -> frozenset[str]:

@@ -25,7 +25,14 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         from kdacore.parallel import torch_operators
 
         return torch_operators.traced_call(opdef, arrays, options, backend, eager_call=call)
-    kind = kind_of(opdef, arrays, options)
+    try:
+        kind = kind_of(opdef, arrays, options)
+    except ContractError as error:
+        if torch is not None:
+            from kdacore.parallel import torch_call
+
+            torch_call.refused(opdef, arrays, without_cp(opdef, options)[0], error)
+        raise
     if kind == "jax":
         from kdacore.parallel import jax_ranks
 

@@ -10,6 +10,8 @@ import dataclasses
 from typing import NamedTuple
 
 from kdacore.dispatch import selection
+from kdacore.parallel.agreement import HEAD_BYTES
+from kdacore.parallel.marks import MARKS
 from kdacore.registry import REGISTRY
 from kdacore.types import Request, SliceFunctions, TensorSpec
 
@@ -55,14 +57,17 @@ def exchange_of(request: Request, ranks: int) -> Exchange:
     rows = 1 if r.packed else r.B
     state = r.HV * r.K * r.V * size
     marks = (
-        4 if r.kind == "torch" else 0
-    )  # numbers by which each rank sees whether the others make the same call
-    forward = (ranks - 1) * (rows * r.HV * r.K * (r.K + r.V) + marks) * size
-    backward = (ranks - 1) * rows * state if r.needs_grad else 0
+        MARKS * size if r.kind == "torch" else 0
+    )  # by which each rank sees whether the others make the same call
+    # Before that, where the ranks meet on the host, the heads of their steps.
+    heads = r.kind == "torch" and r.device.type == "cpu"
+    marks += HEAD_BYTES if heads else 0
+    forward = (ranks - 1) * (rows * r.HV * r.K * (r.K + r.V) * size + marks)
+    backward = (ranks - 1) * (rows * state + marks) if r.needs_grad else 0
     # A ring sums in two rounds, each of which brings (ranks - 1) / ranks of the array.
     summed = 2 * (ranks - 1) * r.N * state // ranks if r.output_final_state else 0
     rounds = 1 + r.needs_grad
-    return Exchange(forward, backward, summed * rounds, rounds * (1 + r.output_final_state))
+    return Exchange(forward, backward, summed * rounds, rounds * (1 + heads + r.output_final_state))
 
 
 def seconds_on_ranks(

@@ -5,18 +5,26 @@ the state that its entering part starts from. Backward: no gradient flows throug
 entering part contributes to the gradient of the state before it; one gather; every rank folds those of the ranks
 behind it, with the transitions of the forward, into the gradient of the state its leaving part ends in.
 
+Both gathers carry the mark of the call. Where marks differ the ranks are not at the same call, and everything that
+depends on what was exchanged becomes NaN, so that nothing passes for a result. This is decided on the device, without
+waiting on the host. Where the ranks meet on the host anyway it is an error. A rank that fails gives NaN to what the
+others wait for, and raises.
+
 States here are ``[N, HV, K, V]`` (K-first) in the dtype that a slice's request says.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kdacore.parallel.fold import applied, folded, narrowed, widened
 from kdacore.parallel.layout import Layout, ends_here, starts_here
+from kdacore.parallel.marks import MARKS
+from kdacore.parallel.progress import Progress
+from kdacore.parallel.torch_fold import folded, folded_back
 from kdacore.types import InputGrads, OutputGrads, Outputs, Request, SliceFunctions
 
 
@@ -25,6 +33,7 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    progress: Progress
 
     def all_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start gathering an array of every rank, in their order. The result waits for it: ``[size, *x.shape]``."""
@@ -42,12 +51,8 @@ class Slice(NamedTuple):
     """As :class:`kdacore.types.SliceFunctions` takes it."""
     functions: SliceFunctions
     ranks: Ranks
-    mark: float = 0.0
-    """A number that stands for the call: travels with the maps, so that each rank sees whether the others make it."""
-
-
-MARKS = 4
-"""Times that the mark is written behind the maps, to keep what follows aligned."""
+    on_host: bool = False
+    """The ranks meet on the host before each step, so what is found to be wrong may be read there."""
 
 
 class Residuals(NamedTuple):
@@ -58,8 +63,12 @@ class Residuals(NamedTuple):
     states, so they are not kept."""
     transitions: torch.Tensor
     """``[size - 1 - rank, G, HV, K, K]``: M of the ranks behind this one."""
+    marks: torch.Tensor
+    """``[MARKS]``: the mark of the call."""
     saved: tuple[torch.Tensor, ...] = ()
     """The backend's own."""
+    number: int | None = None
+    """Of the call, where it is known on the host."""
 
 
 class Rows(NamedTuple):
@@ -71,7 +80,7 @@ class Rows(NamedTuple):
 
 
 def forward(
-    slice: Slice, inputs: Any, rows: Rows | None, initial_state: torch.Tensor | None
+    slice: Slice, inputs: Any, rows: Rows | None, initial_state: torch.Tensor | None, mark: float
 ) -> tuple[Outputs, Residuals]:
     """Run one rank's slice. ``final_state``, where asked for, is that of every sequence, on every rank.
 
@@ -80,24 +89,50 @@ def forward(
         inputs: its arrays; packed, with local offsets.
         rows: the sequences on this rank; None of rows that are not packed.
         initial_state: ``[N, HV, K, V]`` of all sequences; zeros when None.
+        mark: of the call, :mod:`kdacore.parallel.marks`.
+
+    Raises:
+        RuntimeError: another rank has failed, and the ranks meet on the host.
     """
     request, functions, ranks, _ = slice
-    M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
-    wait = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), M.new_full((MARKS,), slice.mark)]))
-    gathered = wait()
+    try:
+        M, C, pending = functions.begin(request, inputs, None if rows is None else rows.place.leaving)
+    except Exception:
+        _fail(slice, inputs.q, _rows(request) * request.HV * request.K * (request.K + request.V))
+        if request.output_final_state and not slice.on_host:  # there the others raise after the gather
+            _fail_sum(slice, inputs.q)
+        raise
+    marks = M.new_full((MARKS,), mark)
+    gathered = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), marks]))()
+    in_step = _in_step(slice, gathered, marks)
     transitions = gathered[:, : M.numel()].view(-1, *M.shape)
     states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
     initial = initial_state
-    if initial is None and (rows is not None or ranks.rank == 0):
-        initial = _zero_states(request, inputs.q)
-    start = _start(slice, transitions, states, initial, rows)
-    # Not a number where another rank makes another call: nothing may pass for a result then.
-    start = torch.where((gathered[:, -MARKS:] == slice.mark).all(), start, torch.nan)
-    outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
-    residuals = Residuals(start, transitions[ranks.rank + 1 :], outputs.saved)
+    blank = None
+    if rows is None:
+        if initial is None and ranks.rank == 0:
+            initial = _zero_states(request, inputs.q)
+        start = _unless(in_step, _start(slice, transitions, states, initial, rows))
+    else:
+        # Of all sequences: what ranks that are not in step make of the final states would be wrong for any of them.
+        if initial is None:
+            blank = _blank(request, in_step)
+            initial = blank.expand(request.N, request.HV, request.K, request.V).contiguous()
+        else:
+            initial = _unless(in_step, initial)
+        start = _start(slice, transitions, states, initial, rows)
+    try:
+        outputs = functions.finish(request, inputs, pending, _all_starts(initial, start, rows))
+    except Exception:
+        if request.output_final_state:
+            _fail_sum(slice, inputs.q)
+        raise
+    residuals = Residuals(start, transitions[ranks.rank + 1 :], marks, outputs.saved)
     if not request.output_final_state:
         return outputs._replace(saved=()), residuals
-    final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state)
+    if blank is None:
+        blank = _blank(request, in_step)
+    final = _of_sequences(slice, rows, ends_here, ranks.size - 1, outputs.final_state, blank)
     return outputs._replace(final_state=ranks.all_reduce(final), saved=()), residuals
 
 
@@ -115,9 +150,12 @@ def backward(
         slice, inputs, rows, initial_state: as in :func:`forward`.
         residuals: that it returned.
         grads: that reached this rank's copies of the results; ``final_state`` as the local one.
+
+    Raises:
+        RuntimeError: as :func:`forward`.
     """
     request, functions, ranks, _ = slice
-    start, transitions, saved = residuals
+    start, transitions, marks, saved, _ = residuals
     dfinal = None
     if request.output_final_state:
         # Whether or not a gradient reached this rank's copy: it may have reached others'.
@@ -130,16 +168,70 @@ def backward(
     if initial is None and rows is not None:
         initial = _zero_states(request, inputs.q)
     starts = _all_starts(initial, start, rows)
-    dstart, pending = functions.backward_begin(request, inputs, saved, grads, starts, entering)
-    behind = ranks.all_gather(dstart)()[ranks.rank + 1 :]
+    try:
+        dstart, pending = functions.backward_begin(request, inputs, saved, grads, starts, entering)
+    except Exception:
+        _fail(slice, inputs.q, _rows(request) * request.HV * request.K * request.V)
+        raise
+    gathered = ranks.all_gather(torch.cat([dstart.reshape(-1), marks]))()
+    in_step = _in_step(slice, gathered, marks)
+    behind = gathered[ranks.rank + 1 :, :-MARKS].view(-1, *dstart.shape)
     ends = dfinal
     if ends is None and (rows is not None or ranks.rank == ranks.size - 1):
         ends = _zero_states(request, inputs.q)
-    ends = _ends(slice, transitions, behind, ends, rows)
+    ends = _unless(in_step, _ends(slice, transitions, behind, ends, rows))
     found = functions.backward_finish(request, inputs, saved, pending, grads, starts, ends)
     if initial_state is None:
         return found
-    return found._replace(initial_state=_of_sequences(slice, rows, starts_here, 0, found.initial_state))
+    blank = _blank(request, in_step)
+    share = _of_sequences(slice, rows, starts_here, 0, found.initial_state, blank)
+    return found._replace(initial_state=share)
+
+
+def _in_step(slice: Slice, gathered: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """bool ``[]``: every rank was at this call when it gave what was gathered, ``[size, ... + MARKS]``."""
+    found = gathered.narrow(1, gathered.shape[1] - MARKS, MARKS).eq(marks).all()
+    if slice.on_host and not found.is_cuda and not found:
+        own = slice.ranks.rank
+        wrong = [r for r, x in enumerate(gathered[:, -1].tolist()) if x != marks[0].item() and r != own]
+        of = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of cp"
+        raise RuntimeError(f"{slice.request.op}: {of} failed in this call; the error there says why")
+    flag = slice.ranks.progress.in_step.get(found.device)
+    if flag is not None:
+        torch.logical_and(flag, found, out=flag)
+    return found
+
+
+def _fail(slice: Slice, like: torch.Tensor, count: int) -> None:
+    """Take part with NaN in a gather of ``count`` numbers and the marks, since this rank has failed."""
+    dtype = getattr(torch, slice.request.state_dtype)
+    flag = slice.ranks.progress.in_step.get(like.device)
+    if flag is not None:  # as on the other ranks
+        flag.fill_(False)
+    # The error at hand says more than one of the exchange.
+    with contextlib.suppress(RuntimeError):
+        slice.ranks.all_gather(like.new_full((count + MARKS,), torch.nan, dtype=dtype))()
+
+
+def _fail_sum(slice: Slice, like: torch.Tensor) -> None:
+    """Take part with NaN in the sum of final states."""
+    with contextlib.suppress(RuntimeError):
+        slice.ranks.all_reduce(torch.full_like(_zero_states(slice.request, like), torch.nan))
+
+
+def _unless(in_step: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``x``, or NaN where the ranks are not in step."""
+    return torch.where(in_step, x, torch.nan)
+
+
+def _blank(request: Request, in_step: torch.Tensor) -> torch.Tensor:
+    """``[]``: zero, or NaN where the ranks are not in step."""
+    return torch.where(in_step, 0.0, torch.nan).to(getattr(torch, request.state_dtype))
+
+
+def _rows(request: Request) -> int:
+    """Maps that a rank exchanges for each value head."""
+    return 1 if request.packed else request.B
 
 
 def _start(
@@ -158,7 +250,7 @@ def _start(
         unchanged = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         M = torch.where(_column(within, M), M, unchanged)
         C = torch.where(_column(within, C), C, 0.0)
-    state = narrowed(folded(widened(M), widened(C), None if before is None else widened(before)), C)
+    state = folded(M, C, before)
     if rows is None or before is None:
         return state
     return torch.where(rows.place.enters[:, None, None, None], state, before)
@@ -191,15 +283,12 @@ def _ends(
         within = begins_of_ranks < end
         behind = torch.where(_column(within[:-1], behind), behind, 0.0)
         transitions = torch.where(_column(within[1:], transitions), transitions, 0.0)
-    M, B = widened(transitions), widened(behind)
-    state = B[-1]
-    for q in reversed(range(count - 1)):
-        state = applied(M[q].mT, state, B[q])
+    state = folded_back(transitions, behind)
     if rows is None or ends is None:
-        return narrowed(state, behind)
+        return state
     place = rows.place
     own = ends.index_select(0, place.leaving)
-    end = torch.where(place.leaves[:, None, None, None], narrowed(state, ends), own)
+    end = torch.where(place.leaves[:, None, None, None], state, own)
     return ends.index_copy(0, place.leaving.long(), end)
 
 
@@ -209,16 +298,24 @@ def _zero_states(request: Request, like: torch.Tensor) -> torch.Tensor:
 
 
 def _of_sequences(
-    slice: Slice, rows: Rows | None, here: Callable[..., torch.Tensor], rank: int, states: torch.Tensor
+    slice: Slice,
+    rows: Rows | None,
+    here: Callable[..., torch.Tensor],
+    rank: int,
+    states: torch.Tensor,
+    blank: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The states of the sequences that are ``here``, and zeros for the others; not packed, all are on one rank.
+    """The states of the sequences that are ``here``, and ``blank`` (zeros) for the others; not packed, all are on one
+    rank.
 
     A choice, not a product: the others may be NaN.
     """
     if rows is None:
-        return states if slice.ranks.rank == rank else torch.zeros_like(states)
+        if slice.ranks.rank == rank:
+            return states
+        return torch.zeros_like(states) if blank is None else blank.expand_as(states).contiguous()
     kept = here(rows.cu_seqlens, slice.ranks.rank, slice.request.T)
-    return torch.where(kept[:, None, None, None], states, 0.0)
+    return torch.where(kept[:, None, None, None], states, 0.0 if blank is None else blank)
 
 
 def _multiples(first: int, end: int, step: int, like: torch.Tensor) -> torch.Tensor:

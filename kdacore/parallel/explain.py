@@ -17,10 +17,11 @@ from kdacore.parallel import cost, slices
 from kdacore.parallel.call import kind_of
 from kdacore.parallel.cost import Exchange
 from kdacore.parallel.local_call import check_arguments, check_request, serving, slice_request, without_cp
-from kdacore.types import Candidate, Selection
+from kdacore.types import Candidate, Selection, sealed
 
 
-@dataclass(frozen=True, slots=True)
+@sealed
+@dataclass(frozen=True)
 class RanksSelection(Selection):
     """The :class:`~kdacore.types.Selection` of one rank's slice, and what it means on several ranks."""
 

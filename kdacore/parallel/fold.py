@@ -80,11 +80,12 @@ def folded(M: Array, C: Array, state: Array | None) -> Array:
 
 def applied(M: Array, state: Array, C: Array) -> Array:
     """``M @ state + C`` of arrays as :func:`widened` returns them."""
-    if _kind(M) == "torch":  # one launch
-        import torch
+    if _kind(M) == "torch":
+        from kdacore.parallel import (
+            torch_fold,
+        )  # here: no framework is imported before the caller's arrays are of it
 
-        flat = [x.reshape(-1, *x.shape[-2:]) for x in (C, M, state)]
-        return torch.baddbmm(*flat).reshape(C.shape)
+        return torch_fold.applied(M, state, C)
     return product(M, state) + C
 
 

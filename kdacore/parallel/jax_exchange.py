@@ -4,6 +4,8 @@ Forward, each rank computes the map of its slice (``M``, ``C``), all maps are ga
 them to the state it starts from. Backward, each rank computes the gradient that its slice gives to the state before it,
 these are gathered, and each rank folds them, with the maps of the forward, to the gradient behind it. What is exchanged
 does not depend on the number of tokens. No gradient is taken through ``M`` and ``C``.
+
+Offsets that are tracers and no offsets of the row give NaN, in every result and gradient.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class SliceCall:
         before = jax_fold.state_before(place.rank, place.borders, M, C, initial)
         if initial is None:
             initial = jnp.zeros(own.state_shape, before.dtype)
-        starts = jnp.where(place.entering(), before, initial)
+        starts = _if_valid(place, jnp.where(place.entering(), before, initial))
         out = self.slices.finish(own, local, part.pending, starts)
         final = states_out(request, out.final_state)
         return Outputs(out.o, final, states_out(request, out.checkpoints), (starts, M, out.saved))
@@ -80,11 +82,11 @@ class SliceCall:
         before, pending = self.slices.backward_begin(self.own, local, kept, grads, starts, first)
         behind = jax_fold.gradient_behind(place.rank, place.borders, M, self.across.gathered(before))
         here = jnp.zeros_like(starts) if grads.final_state is None else grads.final_state
-        ends = jnp.where(place.leaves(), behind, here)
+        ends = _if_valid(place, jnp.where(place.leaves(), behind, here))
         d = self.slices.backward_finish(self.own, local, kept, pending, grads, starts, ends)
         if inputs.initial_state is None:
             return d._replace(initial_state=None)
-        share = states_out(request, jnp.where(place.begins(), d.initial_state, 0.0))
+        share = states_out(request, _if_valid(place, jnp.where(place.begins(), d.initial_state, 0.0)))
         return d._replace(initial_state=jax_meshes.summed_like(share, inputs.initial_state))
 
 
@@ -95,7 +97,12 @@ def final_states(request: Request, inputs: ChunkInputs, across: Across, final: A
     if inputs.initial_state is not None and inputs.cu_seqlens is not None:
         empty = of_states(inputs.cu_seqlens[1:] == inputs.cu_seqlens[:-1])
         own = jnp.where(empty & (place.rank == 0), inputs.initial_state, own)
-    return across.summed(own)
+    return across.summed(_if_valid(place, own))
+
+
+def _if_valid(place: Place, x: Array) -> Array:
+    """``x``, or NaN where the offsets are none of the row."""
+    return x if place.valid is None else jnp.where(place.valid, x, jnp.nan)
 
 
 def _local(inputs: ChunkInputs, place: Place) -> ChunkInputs:

@@ -3,6 +3,9 @@
 Rank r of R holds tokens ``[r*T, (r+1)*T)`` of a row of ``R*T`` tokens. :mod:`kdacore.parallel.layout` does the same in
 torch for one rank whose number is known. Here one program runs on every rank: the rank's number is a tracer, the
 offsets may be tracers, no shape and no branch depends on their values, and each rank computes the borders of all.
+
+Nor can tracers be refused for their values. Where they are no offsets of the row, the row counts as one sequence, and
+``Place.valid`` says that nothing computed from it is a result.
 """
 
 from __future__ import annotations
@@ -91,6 +94,8 @@ class Place(NamedTuple):
     borders: Borders
     part: Part | None
     """None for rows that are one sequence each."""
+    valid: Array | None = None
+    """bool: the offsets are offsets of the row; None for rows that are one sequence each."""
 
     def entering(self) -> Array:
         """``[N]`` (or one for all rows): the sequences that began on a rank before."""
@@ -123,4 +128,13 @@ def place_of(rank: Array, ranks: int, T: int, cu_seqlens: Array | None) -> Place
     """Where a rank lies in a row of ``ranks * T`` tokens with these offsets; None: each row is one sequence."""
     if cu_seqlens is None:
         return Place(rank, borders_of_rows(ranks), None)
-    return Place(rank, borders_of_pack(cu_seqlens, T, ranks), part_of_pack(cu_seqlens, T, rank))
+    cu, valid = row_offsets(cu_seqlens, ranks * T)
+    return Place(rank, borders_of_pack(cu, T, ranks), part_of_pack(cu, T, rank), valid)
+
+
+def row_offsets(cu_seqlens: Array, tokens: int) -> tuple[Array, Array]:
+    """Offsets ``[N+1]`` of a row of ``tokens``, int32, and whether those given are such: from 0, never decreasing, to
+    ``tokens`` at most. Where they are not, the first sequence is the whole row and the others are empty."""
+    valid = (cu_seqlens[0] == 0) & jnp.all(cu_seqlens[1:] >= cu_seqlens[:-1]) & (cu_seqlens[-1] <= tokens)
+    whole = jnp.where(jnp.arange(cu_seqlens.shape[0]) == 0, 0, tokens)
+    return jnp.where(valid, cu_seqlens, whole).astype(jnp.int32), valid

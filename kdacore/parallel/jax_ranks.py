@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from kdacore import contract
@@ -19,6 +20,7 @@ from kdacore.errors import ContractError, shown
 from kdacore.ops import OpDef
 from kdacore.parallel.jax_exchange import Across, SliceCall, final_states
 from kdacore.parallel.local_call import check_arguments, check_request, choose, slice_request, without_cp
+from kdacore.parallel.offsets import check_copies, check_offsets
 from kdacore.types import ChunkInputs, Outputs, Request, Selection, TensorSpec
 
 
@@ -46,10 +48,12 @@ def call(
     check_arguments(opdef, inputs, alone)
     check_request(request)
     check_replication(request, inputs, across.axis)
+    check_known_offsets(request, inputs, across)
     if across.ranks == 1:
         out: Outputs = dispatch.call(opdef, inputs, alone, backend)
         final = out.final_state
         return out if final is None else out._replace(final_state=across.summed(final))
+    inputs = inputs._replace(cu_seqlens=same_offsets(inputs.cu_seqlens, across))
     plan = _plan(opdef, request, adapter, across, backend)
     out = execute(plan, inputs, plan.run)
     if out.final_state is None:
@@ -82,7 +86,7 @@ def check_replication(request: Request, inputs: ChunkInputs, axis: str) -> None:
     Raises:
         ContractError: naming the argument.
     """
-    if axis not in jax_meshes.mesh_axes(lax.axis_index(axis)):
+    if not tracked(axis):
         return
     if inputs.cu_seqlens is not None and axis in jax_meshes.mesh_axes(inputs.cu_seqlens):
         got, want = (
@@ -96,6 +100,39 @@ def check_replication(request: Request, inputs: ChunkInputs, axis: str) -> None:
             f"each rank's rows: in_specs P(None, {axis!r})",
         )
         raise ContractError(request.op, "q", got, want)
+
+
+def tracked(axis: str) -> bool:
+    """Does JAX keep track of what is the same along an axis?"""
+    return axis in jax_meshes.mesh_axes(lax.axis_index(axis))
+
+
+def check_known_offsets(request: Request, inputs: ChunkInputs, across: Across) -> None:
+    """Check the values of offsets that are no tracers.
+
+    Raises:
+        ContractError: they are no offsets of the whole row, or ``cu_seqlens_cpu`` are others.
+    """
+    known = {}
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        x = getattr(inputs, name)
+        own: Any = None if x is None else adapter_of(x)
+        if own is not None and not own.is_traced(x):
+            known[name] = own.host_values(x)
+            check_offsets(request.op, name, known[name], across.ranks * request.T)
+    if len(known) > 1:
+        check_copies(request.op, *known.values())
+
+
+def same_offsets(cu_seqlens: Any, across: Across) -> Any:
+    """The offsets; where they are not the same on every rank, some that are valid nowhere.
+
+    Where JAX keeps track of what is the same on all, it has been checked already, and nothing is exchanged.
+    """
+    if cu_seqlens is None or tracked(across.axis):
+        return cu_seqlens
+    alike = (across.gathered(cu_seqlens) == cu_seqlens).all()
+    return jnp.where(alike, cu_seqlens, -1)
 
 
 def _plan(opdef: OpDef, request: Request, adapter: Adapter, across: Across, backend: object) -> SlicePlan:

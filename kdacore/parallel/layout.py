@@ -73,8 +73,12 @@ def layout(cu_seqlens: torch.Tensor, rank: int, T: int) -> Layout:
 
 
 def local_offsets(cu_seqlens: Any, rank: int, T: int) -> Any:
-    """``clip(cu_seqlens - rank*T, 0, T)``: offsets of the local parts of all sequences. NumPy arrays too."""
-    return (cu_seqlens - rank * T).clip(0, T)
+    """``clip(cu_seqlens - rank*T, 0, T)``: offsets of the local parts of all sequences. NumPy arrays too.
+
+    Clipped first: a difference with offsets that are far off would not fit their dtype.
+    """
+    start = rank * T
+    return cu_seqlens.clip(start, start + T) - start
 
 
 def starts_here(cu_seqlens: torch.Tensor, rank: int, T: int) -> torch.Tensor:

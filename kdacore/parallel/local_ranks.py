@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from kdacore.errors import ContractError
+from kdacore.parallel.progress import Progress
 
 
 class _Meeting:
@@ -36,7 +37,7 @@ class LocalRanks:
     def __init__(self, meeting: _Meeting, size: int, rank: int, group: int) -> None:
         self.size, self.rank = size, rank
         self.name = f"kdacore.local.{group}.{rank}"
-        self.agreed: set[Any] = set()
+        self.progress = Progress()
         self._meeting = meeting
         self._by_name[self.name] = self
 
@@ -51,6 +52,9 @@ class LocalRanks:
         found = list(meeting.slots)
         self._meet()  # all have read
         return found
+
+    def heads(self, head: Any) -> list[Any]:
+        return self.exchange(head)
 
     def all_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         ready = None
@@ -74,6 +78,12 @@ class LocalRanks:
 
     def obstacle(self, device: str) -> tuple[str, str] | None:
         return None
+
+    def on_host(self, device: str) -> bool:
+        return True
+
+    def gone(self) -> bool:
+        return False
 
     def leave(self) -> None:
         """End the group: the others raise where they wait for this rank. For a rank that has failed."""

@@ -12,11 +12,14 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from kdacore.dispatch import selection
+from kdacore import plugin_faults
+from kdacore.dispatch import results, selection
 from kdacore.errors import UnsupportedError
+from kdacore.parallel import checked_slices
 from kdacore.registry import REGISTRY
 from kdacore.types import (
     Array,
+    Backward,
     InputGrads,
     OutputGrads,
     Outputs,
@@ -38,21 +41,39 @@ def slice_functions(backend: str, request: Request, *, asked_only: bool = False)
     Raises:
         UnsupportedError: the backend has no functions for a slice, and cannot serve the calls they are composed of.
     """
-    impl = REGISTRY.get(backend).backend.ops[request.op]
-    own = None if impl.slices is None else impl.slices(request)
-    return composed(backend, request, asked_only=asked_only) if own is None else own
+    own = _offered(backend, request)
+    if own is None:
+        return composed(backend, request, asked_only=asked_only)
+    return checked_slices.checked(backend, request, own)
 
 
 def is_composed(backend: str, request: Request) -> bool:
     """Would the functions of :func:`slice_functions` be composed ones?"""
-    slices = REGISTRY.get(backend).backend.ops[request.op].slices
-    return slices is None or slices(request) is None
+    return _offered(backend, request) is None
+
+
+def _offered(backend: str, request: Request) -> SliceFunctions | None:
+    """The backend's own functions. Composed ones give the same, so what is wrong with the offer is reported and ends no
+    call, not even where it is wrong on one rank alone."""
+    make = REGISTRY.get(backend).backend.ops[request.op].slices
+    if make is None:
+        return None
+    where, what = f"backend {backend}", f"slices of {request.op}"
+    offered, error = plugin_faults.attempt(make, request)
+    if error is not None:
+        plugin_faults.report(where, what, error)
+        return None
+    problem = None if offered is None else checked_slices.problem_of(offered)
+    if problem:
+        plugin_faults.complain(where, what, "answer", problem)
+        return None
+    found: SliceFunctions | None = offered
+    return found
 
 
 def composed(backend: str, request: Request, *, asked_only: bool = False) -> SliceFunctions:
     """As :func:`slice_functions`, whatever the backend offers itself."""
-    registered = REGISTRY.get(backend)
-    impl = registered.backend.ops[request.op]
+    forward = results.typed_forward(backend, request.op)
     whole = _with_states(request, request.V, request.packed, request.N)
     # Two sequences of the pack are looked at: what is before the leaving part, and that part.
     count = 2 if request.packed else request.B
@@ -77,17 +98,20 @@ def composed(backend: str, request: Request, *, asked_only: bool = False) -> Sli
         ):
             if start is None:
                 start = _identity(xp, request, count, v)
-            state = impl.forward(maps[width], given._replace(v=values, initial_state=start)).final_state
+            asked = maps[width]
+            state = forward(asked, given._replace(v=values, initial_state=start)).final_state
+            checked_slices.check(backend, asked, "forward", "final_state", state, asked.state_shape)
             found.append(state[1:] if request.packed else state)
         return SliceForward(found[1], found[0])
 
     def finish(_: Request, inputs: Any, pending: Any, starts: Array) -> Outputs:
-        outputs: Outputs = impl.forward(whole, inputs._replace(initial_state=starts))
+        outputs: Outputs = forward(whole, inputs._replace(initial_state=starts))
         return outputs if request.output_final_state else outputs._replace(final_state=None)
 
     def gradients(inputs: Any, saved: Any, starts: Array, do: Any, dstate: Any) -> InputGrads:
-        grads: InputGrads = impl.backward(  # type: ignore[misc]
-            whole, inputs._replace(initial_state=starts), saved, OutputGrads(do, dstate)
+        given = (whole, inputs._replace(initial_state=starts), saved, OutputGrads(do, dstate))
+        grads: InputGrads = checked_slices.typed(
+            backend, whole, "backward", _backward_of(backend, request.op), given, InputGrads
         )
         return grads
 
@@ -109,6 +133,13 @@ def composed(backend: str, request: Request, *, asked_only: bool = False) -> Sli
         return gradients(inputs, saved, starts, grads.o, ends)
 
     return SliceFunctions(begin, finish, backward_begin, backward_finish)
+
+
+def _backward_of(backend: str, op: str) -> Backward:
+    backward = REGISTRY.get(backend).backend.ops[op].backward
+    if backward is None:
+        raise RuntimeError(f"{backend} was selected for a gradient it cannot compute")
+    return backward
 
 
 def _with_states(request: Request, width: int, packed: bool, count: int) -> Request:

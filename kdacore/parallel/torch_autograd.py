@@ -8,6 +8,7 @@ import torch
 
 from kdacore.arrays.torch.autograd import never_traced, refuse_twice
 from kdacore.arrays.torch.modes import as_given, refuse_wrapped
+from kdacore.arrays.torch.tensor_views import resolved
 from kdacore.parallel.exchange import Residuals, Rows
 from kdacore.parallel.layout import Layout
 
@@ -16,9 +17,9 @@ class RanksFunction(torch.autograd.Function):
     """Forward and backward of one rank. Every rank must run both, in one order: both wait for the other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, *arrays: Any) -> tuple[Any, Any, Any]:
-        outputs, residuals, rows = call.forward(call.opdef.inputs(*arrays))
-        ctx.call, ctx.count = call, len(arrays)
+    def forward(ctx: Any, call: Any, number: int, code: int, *arrays: Any) -> tuple[Any, Any, Any]:
+        outputs, residuals, rows = call.forward(call.opdef.inputs(*arrays), number, code)
+        ctx.call, ctx.number, ctx.count = call, number, len(arrays)
         # A host copy of the offsets may be a NumPy array, which autograd cannot save.
         ctx.others = {i: x for i, x in enumerate(arrays) if x is not None and not isinstance(x, torch.Tensor)}
         tensors = [x if isinstance(x, torch.Tensor) else None for x in arrays]
@@ -26,7 +27,9 @@ class RanksFunction(torch.autograd.Function):
         transitions = residuals.transitions.contiguous()
         place = () if rows is None else (rows.cu_seqlens, *rows.place)
         ctx.packed = rows is not None
-        ctx.save_for_backward(*tensors, residuals.start, transitions, *place, *residuals.saved)
+        ctx.save_for_backward(
+            *tensors, residuals.start, transitions, residuals.marks, *place, *residuals.saved
+        )
         ctx.set_materialize_grads(False)
         if outputs.checkpoints is not None:
             ctx.mark_non_differentiable(outputs.checkpoints)
@@ -37,16 +40,18 @@ class RanksFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         call = ctx.call
         refuse_wrapped(call.opdef.name, (do, dstate))
+        do, dstate = (None if x is None else resolved(x) for x in (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
         arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
-        start, transitions, *rest = kept[ctx.count :]
+        start, transitions, marks, *rest = kept[ctx.count :]
         rows, saved = None, rest
         if ctx.packed:
             fields = 1 + len(Layout._fields)
             rows, saved = Rows(rest[0], Layout(*rest[1:fields])), rest[fields:]
         inputs = call.opdef.inputs(*arrays)
         with torch.no_grad(), as_given(inputs.q):
-            grads = call.backward(inputs, Residuals(start, transitions, tuple(saved)), do, dstate, rows)
+            residuals = Residuals(start, transitions, marks, tuple(saved), ctx.number)
+            grads = call.backward(inputs, residuals, do, dstate, rows)
         padded = [*grads, *([None] * (len(arrays) - len(grads)))]
-        found = [g if needed else None for g, needed in zip(padded, ctx.needs_input_grad[1:], strict=True)]
-        return None, *(refuse_twice(found, arrays) if torch.is_grad_enabled() else found)
+        found = [g if needed else None for g, needed in zip(padded, ctx.needs_input_grad[3:], strict=True)]
+        return None, None, None, *(refuse_twice(found, arrays) if torch.is_grad_enabled() else found)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from kdacore import contract
 from kdacore.arrays import adapter_of
 from kdacore.dispatch.call import call as plain_call
 from kdacore.dispatch.plan import PREFERENCE
+from kdacore.errors import ContractError
 from kdacore.ops import OpDef
 from kdacore.parallel.local_call import without_cp
-from kdacore.parallel.torch_ranks import ranks_of
-from kdacore.parallel.torch_slice import run, slice_call
+from kdacore.parallel.progress import Turn
+from kdacore.parallel.torch_ranks import TorchRanks, ranks_of
+from kdacore.parallel.torch_slice import SliceCall, run, slice_call, tell
 
 
 def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object) -> Any:
@@ -23,9 +29,40 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if ranks.size == 1:
         return plain_call(opdef, arrays, options, backend)
     adapter: Any = adapter_of(inputs.q)
-    adapter.refuse(opdef.name, arrays)
-    if adapter.through_operators or torch.compiler.is_compiling():
+    with _told(opdef.name, inputs, ranks):
+        by_operators, arrays = adapter.admit(opdef, arrays, options)
+    inputs = opdef.inputs(*arrays)
+    if by_operators or torch.compiler.is_compiling():
         from kdacore.parallel import torch_operators  # here, as for plain calls: most calls need none
 
+        with _told(opdef.name, inputs, ranks):
+            contract.build_request(opdef, inputs, options)
         return torch_operators.call(opdef, inputs, options, backend, ranks)
-    return run(slice_call(opdef, inputs, options, (backend, PREFERENCE.get()), ranks), inputs)
+
+    def make() -> SliceCall:
+        return slice_call(opdef, inputs, options, (backend, PREFERENCE.get()), ranks)
+
+    return run(opdef, inputs, ranks, make)
+
+
+def refused(opdef: OpDef, arrays: tuple[Any, ...], cp: Any, error: ContractError) -> None:
+    """Tell the other ranks of a call that no kind of arrays serves, where ``cp`` names any."""
+    try:
+        ranks = ranks_of(opdef.name, cp)
+    except ContractError:
+        return
+    if ranks.size > 1:
+        with Turn(ranks.progress):
+            tell(ranks, opdef.name, arrays, ranks.progress.begin(), error)
+
+
+@contextmanager
+def _told(op: str, arrays: Any, ranks: TorchRanks) -> Iterator[None]:
+    """Tell the other ranks of an error before an operator runs; not while a graph is traced, which has no others."""
+    try:
+        yield
+    except Exception as error:
+        if not torch.compiler.is_compiling() and not any(isinstance(x, FakeTensor) for x in arrays):
+            with Turn(ranks.progress):
+                tell(ranks, op, arrays, ranks.progress.begin(), error)
+        raise

@@ -14,7 +14,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from kdacore import contract
 from kdacore.arrays.torch.autograd import double_backward_error
 from kdacore.arrays.torch.modes import as_given
 from kdacore.dispatch import torch_operators as plain
@@ -24,8 +23,10 @@ from kdacore.errors import contract_text
 from kdacore.ops import OPS, OpDef
 from kdacore.parallel.exchange import Residuals
 from kdacore.parallel.local_call import without_cp
+from kdacore.parallel.marks import MARKS
+from kdacore.parallel.progress import Turn
 from kdacore.parallel.torch_ranks import WANTED, TorchRanks, ranks_of_name
-from kdacore.parallel.torch_slice import SliceCall, slice_call
+from kdacore.parallel.torch_slice import SliceCall, begun, slice_call
 from kdacore.types import InputGrads, Outputs
 
 _library = torch.library.Library("kdacore", "FRAGMENT")
@@ -33,11 +34,11 @@ _GRADS = InputGrads._fields
 _ARRAYS = OPS["chunk_kda"].arrays
 
 _library.define(
-    f"ranks_chunk({plain.schema('chunk')}, str ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"ranks_chunk({plain.schema('chunk')}, str ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     f"ranks_chunk_backward({plain.schema('chunk')}, str ranks, Tensor start, Tensor transitions, "
-    "Tensor? do, Tensor? dstate) -> Tensor[]"
+    "Tensor marks, Tensor? do, Tensor? dstate) -> Tensor[]"
 )
 
 
@@ -75,15 +76,14 @@ def _outside_graph(eager_call: Callable[..., Any], *call: Any) -> Any:
 
 
 def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, ranks: TorchRanks) -> Any:
-    """A call with tensor subclasses, or while a graph is exported. ``options``: without ``cp``."""
-    contract.build_request(opdef, inputs, options)
+    """A valid call with tensor subclasses, or while a graph is exported. ``options``: without ``cp``."""
     return _run(opdef, inputs, plain.as_numbers(opdef, options), backend, ranks.name)
 
 
 def _run(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, name: str) -> Outputs:
     given = dict(zip(opdef.options, options, strict=True))
     flat = plain.flat_arguments(opdef, inputs, options, backend)
-    o, state, checkpoints, _, _ = torch.ops.kdacore.ranks_chunk(*flat, name)
+    o, state, checkpoints, *_ = torch.ops.kdacore.ranks_chunk(*flat, name)
     wants_checkpoints = given["checkpoint_every"] is not None
     return Outputs(
         o, state if given["output_final_state"] else None, checkpoints if wants_checkpoints else None
@@ -91,52 +91,56 @@ def _run(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, n
 
 
 def _call_of(bound: plain.Bound) -> SliceCall:
-    ranks = ranks_of_name(bound.rest[0])
+    ranks = ranks_of_name(bound.opdef.name, bound.rest[0])
     return slice_call(bound.opdef, bound.inputs, bound.options, bound.policy, ranks, bound.needs_grad)
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     bound = plain.Bound("chunk", args)
     plain.check_asked(bound)
-    found, v = _call_of(bound), bound.inputs.v
-    for records in RECORDS.get():
-        records.append(found.plan.selection)
-    with torch.no_grad(), as_given(v):
-        outputs, residuals, _ = found.forward(bound.inputs)
-    start = transitions = None
+    v, ranks = bound.inputs.v, ranks_of_name(bound.opdef.name, bound.rest[0])
+    with Turn(ranks.progress) as alone:
+        found, number, code = begun(bound.opdef, bound.inputs, ranks, alone, lambda: _call_of(bound))
+        for records in RECORDS.get():
+            records.append(found.plan.selection)
+        with torch.no_grad(), as_given(v):
+            outputs, residuals, _ = found.forward(bound.inputs, number, code)
+    start = transitions = marks = None
     if bound.needs_grad:
-        start, transitions = residuals[:2]
+        start, transitions, marks = residuals[:3]
         given = bound.inputs.initial_state
         if given is not None and start.data_ptr() == given.data_ptr():
             start = start.clone()  # an operator must not return what it was given
-    return tuple([plain.as_result(x, v) for x in (*outputs[:3], start, transitions)])
+    return tuple([plain.as_result(x, v) for x in (*outputs[:3], start, transitions, marks)])
 
 
 def _backward(*args: Any) -> list[torch.Tensor]:
     bound = plain.Bound("chunk", args)
     found = _call_of(bound)
-    _, start, transitions, do, dstate = bound.rest
+    _, start, transitions, marks, do, dstate = bound.rest
     with torch.no_grad(), as_given(bound.inputs.q):
-        grads = found.backward(bound.inputs, Residuals(start, transitions), do, dstate)
+        grads = found.backward(bound.inputs, Residuals(start, transitions, marks), do, dstate)
     return [plain.as_result(g, bound.inputs.q) for g in grads]
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     bound = plain.Bound("chunk", args)
-    request, v, ranks = bound.request(), bound.inputs.v, ranks_of_name(bound.rest[0])
+    request, v = bound.request(), bound.inputs.v
+    ranks = ranks_of_name(bound.opdef.name, bound.rest[0])
     none, state_dtype = v.new_empty(0), getattr(torch, request.state_dtype)
     state = v.new_empty(request.state_shape, dtype=state_dtype) if request.output_final_state else none
     checkpoints = none
     if request.checkpoint_every:
         checkpoints = v.new_empty(request.checkpoint_shape, dtype=state_dtype)
-    start = transitions = v.new_empty(0)
+    start = transitions = marks = v.new_empty(0)
     if bound.needs_grad:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         N, HV, K, V = request.N, request.HV, request.K, request.V
         G = 1 if request.packed else N
         start = v.new_empty((G, HV, K, V), dtype=dtype)
         transitions = v.new_empty((ranks.size - 1 - ranks.rank, G, HV, K, K), dtype=dtype)
-    return v.new_empty(v.shape), state, checkpoints, start, transitions
+        marks = v.new_empty((MARKS,), dtype=dtype)
+    return v.new_empty(v.shape), state, checkpoints, start, transitions, marks
 
 
 def _fake_backward(*args: Any) -> list[torch.Tensor]:
@@ -153,8 +157,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _join(ctx: Any, *grads: Any) -> Any:
-    *arrays, start, transitions = ctx.saved_tensors
-    found = torch.ops.kdacore.ranks_chunk_backward(ctx.op, *arrays, *ctx.rest, start, transitions, *grads[:2])
+    arrays, kept = ctx.saved_tensors[: len(_ARRAYS)], ctx.saved_tensors[len(_ARRAYS) :]
+    found = torch.ops.kdacore.ranks_chunk_backward(ctx.op, *arrays, *ctx.rest, *kept, *grads[:2])
     by_name = dict(zip(_GRADS, found, strict=True))
     needed = ctx.needs_input_grad[1 : 1 + len(_ARRAYS)]
     out = [by_name.get(n) if need else None for n, need in zip(_ARRAYS, needed, strict=True)]

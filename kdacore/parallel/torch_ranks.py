@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from kdacore.errors import ContractError
+from kdacore.parallel.agreement import Head
 from kdacore.parallel.exchange import Ranks
 from kdacore.parallel.local_ranks import LocalRanks
+from kdacore.parallel.progress import Progress
 
 WANTED = "a torch.distributed.ProcessGroup or a DeviceMesh of one dimension"
 _HOST_ONLY, _CUDA_ONLY = ("gloo", "mpi"), ("nccl",)
@@ -24,15 +26,25 @@ class TorchRanks(Ranks, Protocol):
 
     name: str
     """By which :func:`ranks_of_name` finds them."""
-    agreed: set[Any]
-    """Descriptions of calls that the ranks have found to be the same."""
 
     def exchange(self, x: Any) -> list[Any]:
         """One object of every rank, in their order. Waits for all of them, on the host."""
         ...
 
+    def heads(self, head: Head) -> list[Head]:
+        """The heads of every rank's step, likewise. Of a few bytes, and the same number for any step."""
+        ...
+
     def obstacle(self, device: str) -> tuple[str, str] | None:
         """Why tensors on a type of device cannot be exchanged: what the group is, and what is wanted."""
+        ...
+
+    def on_host(self, device: str) -> bool:
+        """Do the ranks meet on the host before each step of a call with tensors on a type of device?"""
+        ...
+
+    def gone(self) -> bool:
+        """Has the group been destroyed?"""
         ...
 
 
@@ -43,7 +55,7 @@ class ProcessRanks:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.name: str = group.group_name
-        self.agreed: set[Any] = set()
+        self.progress = Progress()
         self._backends = _backends(group)
 
     def all_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -66,6 +78,17 @@ class ProcessRanks:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, x, group=self.group)
         return found
+
+    def heads(self, head: Head) -> list[Head]:
+        gathered = self.all_gather(torch.tensor(head, dtype=torch.int64, device="cpu"))()
+        return [Head(*x) for x in gathered.tolist()]
+
+    def on_host(self, device: str) -> bool:
+        # A group that serves no other device has nowhere else to meet, where tensors are on the wrong one.
+        return self.obstacle("cpu") is None and (device == "cpu" or self.obstacle(device) is not None)
+
+    def gone(self) -> bool:
+        return is_gone(self.group)
 
     def obstacle(self, device: str) -> tuple[str, str] | None:
         name = self._backends.get(device, "")
@@ -116,10 +139,36 @@ def ranks_of(op: str, cp: Any) -> TorchRanks:
         raise _no_group(op, cp)
     found = _known.get(group.group_name)
     if found is None or found.group is not group:
+        if is_gone(group):
+            raise _gone(op)
         if dist.get_rank(group) < 0:
             raise ContractError(op, "cp", "a group that this process does not belong to", WANTED)
         found = _known[group.group_name] = ProcessRanks(group)
+    elif found.gone():
+        raise _gone(op)
     return found
+
+
+def check_group(op: str, ranks: TorchRanks) -> None:
+    """Refuse a group that has been destroyed since the forward of a call.
+
+    Raises:
+        ContractError: naming ``cp``.
+    """
+    if ranks.gone():
+        raise _gone(op)
+
+
+def is_gone(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
+
+
+def _gone(op: str) -> ContractError:
+    return ContractError(op, "cp", "a process group that has been destroyed", f"{WANTED} that is in use")
 
 
 def _no_group(op: str, cp: Any) -> ContractError:
@@ -137,13 +186,17 @@ def _no_group(op: str, cp: Any) -> ContractError:
     return ContractError(op, "cp", got, WANTED)
 
 
-def ranks_of_name(name: str) -> TorchRanks:
-    """The ranks of a group by its name, in the process of one of them."""
+def ranks_of_name(op: str, name: str) -> TorchRanks:
+    """The ranks of a group by its name, in the process of one of them.
+
+    Raises:
+        ContractError: there is no such group any more.
+    """
     local = LocalRanks.by_name(name)
     if local is not None:
         return local
-    found = _known.get(name)
-    group = dist.distributed_c10d._resolve_process_group(name)
-    if found is None or found.group is not group:
-        found = _known[name] = ProcessRanks(group)
-    return found
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name)
+    except RuntimeError:
+        raise _gone(op) from None
+    return ranks_of(op, group)

@@ -130,16 +130,20 @@ def measure(registered: Registered, request: Request) -> Record:
     small, inputs = small_call.small_call(request, TOKENS)
     impl = registered.backend.ops[request.op]
     whole = registered.backend.traceable and request.kind == "jax"
-    forward = _compiled(impl.forward) if whole else impl.forward
-    try:
+
+    def compute() -> list[Pair]:
         with _as_given(request, inputs):
-            result = forward(small, inputs)
-            pairs = small_call.forward_pairs(small, inputs, result)
+            forward = _compiled(impl.forward) if whole else impl.forward
+            found = small_call.forward_pairs(small, inputs, forward(small, inputs))
             if impl.backward is not None and request.needs_grad:
                 backward = _compiled(impl.backward) if whole else impl.backward
-                pairs += small_call.backward_pairs(small, inputs, backward)
-    except plugin_faults.FAULTS as error:  # a kernel may fail in any way; the failure is the finding
-        return _finding(failure=repr(error)[:500])
+                found += small_call.backward_pairs(small, inputs, backward)
+            return found
+
+    pairs, error = plugin_faults.attempt(compute)
+    if error is not None:  # the failure is the finding
+        error.__traceback__ = None  # whose frames hold the arrays
+        return _finding(failure=plugin_faults.shown(error)[:500])
     if misfits := [p.misfit for p in pairs if p.misfit]:
         return _finding(misfit=", ".join(misfits))
     measured = [(relative_error(p.got, p.want), _bound(request, p)) for p in pairs]

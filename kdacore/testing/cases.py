@@ -25,6 +25,7 @@ DIFFERENTIATES = frozenset(
         "gradient_causality_append",
         "gradient_batch_invariance",
         "gradient_determinism",
+        "gradient_nan_containment",
     }
 )
 """Checks whose call must be differentiable."""

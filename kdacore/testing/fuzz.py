@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from kdacore import machine
+from kdacore import machine, streams
 from kdacore.argument_types import at_least, positive
 from kdacore.errors import ContractError
-from kdacore.files import writable
+from kdacore.files import writable, write_named
 from kdacore.registry import REGISTRY
 from kdacore.testing import processes
 from kdacore.testing.capabilities import default_device
@@ -200,7 +200,20 @@ def _finite(x: float) -> float | None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """``python -m kdacore.testing.fuzz``. Returns 0 when nothing failed, 1 otherwise."""
+    """``python -m kdacore.testing.fuzz``. Returns 0 when nothing failed, 1 otherwise, also where it cannot be written
+    what came of it, and 2 where the command makes no sense."""
+    status = 1
+    try:
+        with streams.for_readers():
+            status = _run(words)
+    except OSError as error:  # a full disk, say
+        if sys.stderr is not None:  # which the shell may have closed
+            print(f"{_parser().prog}: {error}", file=sys.stderr)
+        status = status or 1
+    return status
+
+
+def _run(words: list[str] | None) -> int:
     parser = _parser()
     asked = parser.parse_args(words)
     limits = limits_of(parser, asked)
@@ -234,11 +247,11 @@ def main(words: list[str] | None = None) -> int:
     with _Bar(task, len(seeds)) as show:
         rows = fuzz(task, seeds, asked.jobs, show, asked.seconds)
     found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or machine.commit())
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{found['served']} served, {found['declined']} declined, {found['failed']} failed")
     for row in found["failures"][:_SHOWN]:
         print(f"seed {row['seed']} FAILED {row['id']}: {row['message'].strip().splitlines()[-1]}")
+    if asked.json:  # last: the disk may be full by now
+        write_named(asked.json, json.dumps(found, indent=1) + "\n")
     return 1 if found["failed"] else 0
 
 

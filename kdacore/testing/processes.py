@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -35,7 +36,8 @@ class _Worker(Generic[Item]):
 
     def give(self, item: Item) -> None:
         self.given = [item]
-        self.pipe.send(item)
+        with contextlib.suppress(ConnectionError):  # it has ended: receiving says so
+            self.pipe.send(item)
 
 
 def run(work: Work[Item, Found], items: Iterator[Item], jobs: int) -> Iterator[Found]:
@@ -61,7 +63,7 @@ def _receive(
     usable = False
     try:
         found, usable = worker.pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):
         worker.process.join()
         text = f"the call ended its process (exit code {worker.process.exitcode})"
         found = work.lost(worker.given[0], text)
@@ -81,14 +83,37 @@ def _receive(
 def _start(work: Work[Item, Found]) -> _Worker[Item]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(work, there), daemon=True)
-    process.start()
+    process = context.Process(target=_serve, args=(work, there, os.environ.get(_SAFE_PATH)), daemon=True)
+    with _safe_path():
+        process.start()
     there.close()
     return _Worker(process, here)
 
 
-def _serve(work: Work[Any, Any], pipe: Any) -> None:
+_SAFE_PATH = "PYTHONSAFEPATH"
+"""Set, it keeps the current folder off a child's path: ``python -c`` would import its ``multiprocessing.py`` first."""
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        _set_safe_path(before)
+
+
+def _set_safe_path(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_SAFE_PATH, None)
+    else:
+        os.environ[_SAFE_PATH] = value
+
+
+def _serve(work: Work[Any, Any], pipe: Any, safe_path: str | None) -> None:
     """In a worker: a result for every item received, until the pipe closes or the device no longer answers."""
+    _set_safe_path(safe_path)  # children of its own see what the caller's would
     # JAX would reserve three quarters of a GPU's memory in each of the processes.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     usable = True

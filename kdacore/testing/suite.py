@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,17 +52,16 @@ def run_case(case: Case) -> Result:
     start = time.perf_counter()
     reasons = judge(case)
     findings = Findings()
-    try:
-        CHECKS[case.check](case, findings)
-    except UnsupportedError as error:
-        return _declined(case, reasons, error, time.perf_counter() - start)
-    except PluginError as error:  # what dispatch found wrong with the results
-        seconds = time.perf_counter() - start
-        return Result(case, "failed", tuple(findings.items), reasons, str(error), seconds)
-    except plugin_faults.FAULTS:  # a backend may fail in any way; the failure is the result
-        seconds = time.perf_counter() - start
-        return Result(case, "failed", tuple(findings.items), reasons, traceback.format_exc(), seconds)
+    _, error = plugin_faults.attempt(CHECKS[case.check], case, findings)
     seconds = time.perf_counter() - start
+    if isinstance(error, UnsupportedError):
+        return _declined(case, reasons, error, seconds)
+    if error is not None:  # the failure is the result
+        # Of what dispatch found wrong with results the text says all.
+        found_wrong = isinstance(error, PluginError) and error.__cause__ is None
+        text = str(error) if found_wrong else plugin_faults.traceback_of(error)
+        error.__traceback__ = None  # whose frames hold the arrays
+        return Result(case, "failed", tuple(findings.items), reasons, text, seconds)
     problems = [str(f) for f in findings.failures]
     if reasons:
         codes = ", ".join(r.code for r in reasons)

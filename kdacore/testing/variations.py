@@ -60,6 +60,9 @@ _PLAIN_BETA = {"use_beta_sigmoid_in_kernel": None, "allow_neg_eigval": None}
 
 _LONGER = {"T": 70}
 """On a handful of tokens with collinear keys the gradient of a scalar gate all but cancels: no fair test."""
+_ENDS = {"T": 70, "HV": 4}
+_ENDS_PACK = {"lengths": (17, 0, 1, 40), "padding": 5, "HV": 4, "K": 20}
+"""Heads for each ``A_log`` of the gates at the ends of float32; lengths that fill no chunk."""
 
 _GATES = [
     *_both("init_gates", gradients="full", gates="init", **HARD),
@@ -80,6 +83,14 @@ _GATES = [
     *_both("softplus_no_bias", "full", "full", options=_SOFTPLUS, dt_bias=""),
     *_both("softplus_init", gradients="full", options=_SOFTPLUS, gates="init", **HARD),
     *_both("lower_bound_-1", "full", "full", options={**_SIGMOID, "lower_bound": -1.0}),
+    *_both("still_softplus", gates="still", options=_SOFTPLUS, shape=_ENDS, **HARD),
+    *_both("still_sigmoid", gates="still", options=_SIGMOID, shape=_ENDS, **HARD),
+    *_both("steep_softplus", gates="steep", options=_SOFTPLUS, shape=_ENDS, **HARD),
+    *_both("steep_sigmoid", gates="steep", options=_SIGMOID, shape=_ENDS, **HARD),
+    _v("cliff_sigmoid", "once", "gradients", gates="cliff", options=_SIGMOID, shape=_ENDS, **HARD),
+    *_both("steep_log", gradients="full", gates="steep", options=_LOG, shape=_ENDS, **HARD),
+    *_both("still_pack", gradients="full", gates="still", options=_SIGMOID, shape=_ENDS_PACK, **HARD),
+    *_both("steep_pack", gradients="full", gates="steep", options=_SOFTPLUS, shape=_ENDS_PACK, **HARD),
 ]
 _NORMS = [
     *_both("l2norm", options={"use_qk_l2norm_in_kernel": True}),
@@ -173,6 +184,7 @@ _PACKS = [
 ]
 
 _TWO_CHUNKS = {"T": 135}
+_AMONG_OTHERS = {"lengths": (5, 70, 0, 19), "padding": 3, "H": 2, "HV": 2}
 _SERVED = {"lengths": (70, 0, 17, 130, 33, 5, 0), "padding": 11}
 """What a server prefills: prompts of any length, empty ones, and padding."""
 
@@ -268,6 +280,10 @@ CHUNK = [
     _v("", "kind", "batch_invariance", shape={"lengths": (65, 0, 1, 17, 64)}, initial_state=True),
     _v("batch", "once", "batch_invariance", shape={"B": 3, "T": 70, "HV": 2}, initial_state=True),
     _v("", "once", "gradient_batch_invariance", shape={"lengths": (65, 0, 1, 17, 64)}, options=MODEL),
+    _v("", "kind", "nan_containment", shape=_AMONG_OTHERS, options=_SIGMOID, initial_state=True),
+    _v("batch", "once", "nan_containment", shape={"B": 3, "T": 37, "H": 2, "HV": 4}, options=_SOFTPLUS),
+    _v("", "once", "gradient_nan_containment", shape=_AMONG_OTHERS, options=_SOFTPLUS, initial_state=True),
+    _v("batch", "full", "gradient_nan_containment", shape={"B": 3, "T": 37, "H": 2, "HV": 4}, options=_SIGMOID),
     _v("", "once", "uninitialised", shape={"lengths": MIXED_LENGTHS}, options={"checkpoint_every": 64}, **HARD),
     _v("pack_padded", "once", "uninitialised", shape={"lengths": (0, 1, 17, 65), "padding": 40},
        options={"checkpoint_every": 64}, **HARD),
@@ -342,6 +358,10 @@ RECURRENT = [
     _v("decode", "kind", "determinism", shape=_DECODE, initial_state=True),
     _v("", "kind", "batch_invariance", shape={"lengths": (3, 0, 1, 5)}, initial_state=True),
     _v("batch", "once", "batch_invariance", shape={"B": 3, "T": 2}, initial_state=True),
+    _v("", "kind", "nan_containment", shape={"lengths": (3, 5, 0, 2), "padding": 1, "H": 2, "HV": 4},
+       options=_SOFTPLUS, initial_state=True),
+    _v("batch", "once", "nan_containment", shape={"B": 3, "T": 1, "H": 2, "HV": 4}, options=_SIGMOID,
+       initial_state=True),
     _v("", "once", "uninitialised", shape={"lengths": (3, 0, 1, 5)}, initial_state=True, **HARD),
     _v("jit", "everywhere", mode="jit", initial_state=True),
     _v("jit_pool", "kind", "pool", mode="jit", pool="inplace_negative", shape={"B": 5, "T": 2}),
@@ -370,6 +390,12 @@ GATE = [
         for v in _both(gates, gradients="full", gates=gates, **HARD)
     ],
     *[v for gates in ("zero", "floor") for v in _both(f"bounded_{gates}", gates=gates, options=_BOUNDED, **HARD)],
+    *[v for gates in ("still", "steep", "cliff") for v in _both(gates, gates=gates, shape=_ENDS, **HARD)],
+    *[
+        v
+        for gates in ("still", "steep", "cliff")
+        for v in _both(f"bounded_{gates}", gates=gates, options=_BOUNDED, shape=_ENDS, **HARD)
+    ],
     *[v for name in ("padded", "stepped", "transposed") for v in _both(name, layout=name)],
     _v("", "once", "determinism"),
     _v("", "once", "gradient_determinism", shape={"B": 2, "T": 135}),
@@ -388,6 +414,8 @@ STAGE = [
     _v("wide_intermediates", "dtype", stage_dtype="float32"),
     _v("mixed_gates", gates="mixed", **HARD),
     _v("floor_gates", gates="floor", **HARD),
+    _v("steep_gates", gates="steep", **HARD),
+    _v("steep_gates_pack", "full", gates="steep", shape={"lengths": (0, 1, 17, 65)}, **HARD),
     _v("collinear", gates="slow", collinear=True, **HARD),
     _v("T1", shape={"T": 1}),
     _v("T64", shape={"T": 64}),
@@ -402,6 +430,11 @@ STAGE_GATE = [
     _v("softplus", A_log=True, dt_bias="matrix"),
     _v("sigmoid", A_log=True, dt_bias="matrix", options=_BOUNDED),
     _v("sigmoid_no_A_log", options=_BOUNDED),
+    *[
+        _v(f"{gates}_{name}", A_log=True, dt_bias="matrix", gates=gates, shape=_ENDS, options=bound, **HARD)
+        for gates in ("still", "steep")
+        for name, bound in (("softplus", {}), ("sigmoid", _BOUNDED))
+    ],
 ]
 STAGE_STATE = [
     _v("initial_state", initial_state=True),

@@ -83,3 +83,78 @@ print([w for w, _ in said], found["killer"], found["quitter"], found["healthy"],
     assert done.returncode == 0, done.stderr
     want = "['plugin killer (killer)', 'plugin quitter (quitter)'] True True False False"
     assert done.stdout.strip() == want
+
+
+_FORKS = {
+    "exits": "import os, sys\nif not os.fork(): sys.exit(3)\nos.wait()",
+    "says why": "import os, sys\nif not os.fork(): sys.exit('child is done')\nos.wait()",
+    "raises": "import os\nif not os.fork(): raise ValueError('child is lost')\nos.wait()",
+    "goes on": "import os\nif os.fork(): os.wait()",
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("way", _FORKS)
+def test_a_plugin_that_forks_at_import_runs_the_program_once(tmp_path: Path, way: str) -> None:
+    _install(tmp_path, "forker", _FORKS[way])
+    done = _run(tmp_path, "import kdacore\nnames = kdacore.backends()\nprint('ran', flush=True)")
+    assert done.returncode == 0 and done.stdout == "ran\n"
+    said = {"says why": "child is done", "raises": "child is lost"}.get(way, "")
+    assert said in done.stderr
+
+
+_FORKING_CODE = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np, kdacore
+from kdacore.hookspecs import hookimpl
+from kdacore.ops import FEATURES
+from kdacore.registry import REGISTRY
+from kdacore.types import Backend, OpImpl, Outputs
+def fork(*given):
+    if not os.fork(): {child}
+    os.wait()
+def forward(request, inputs):
+    {forward}
+    return Outputs(0 * inputs.v)
+class Plugin:
+    @hookimpl
+    def kdacore_backends(self):
+        op = OpImpl(forward, serves=FEATURES, verified_archs=frozenset({{"*"}}), verifiers=({verifier},), {more})
+        return [Backend("forker", "1", ("numpy",), {{"chunk_kda": op}}, rank=9)]
+REGISTRY.register(Plugin(), "forker")
+x = [np.zeros((1, 4, 1, 4), np.float32) for _ in range(4)] + [np.zeros((1, 4, 1), np.float32)]
+for _ in range(4):
+    try: kdacore.chunk_kda(*x, backend="forker")
+    except BaseException as error: print(type(error).__name__, flush=True)
+print("ran", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("child", ["sys.exit()", "raise ValueError"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"forward": "fork()"},
+        {"verifier": "fork"},
+        {"more": "fast_path=fork"},
+        {"more": "fast_path=lambda r, x: lambda a: fork() or (0 * a[2], None, None)"},
+    ],
+    ids=["forward", "verifier", "offer", "fast path"],
+)
+def test_a_plugin_that_forks_in_a_call_runs_the_program_once(
+    tmp_path: Path, place: dict[str, str], child: str
+) -> None:
+    parts = {"forward": "", "verifier": "lambda r: None", "more": "", "child": child, **place}
+    done = _run(tmp_path, _FORKING_CODE.format(**parts), KDACORE_DISABLE_PLUGINS="all")
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_children_that_the_program_forks_go_on(tmp_path: Path) -> None:
+    """Also where a fault of a plugin meets them, and where they were forked while a plugin's code ran."""
+    code = _FORKING_CODE.format(forward="raise SystemExit", verifier="lambda r: None", more="", child="pass")
+    code += "\nif not os.fork():\n    try: kdacore.chunk_kda(*x, backend='forker')\n    except kdacore.PluginError: os._exit(7)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))"
+    done = _run(tmp_path, code, KDACORE_DISABLE_PLUGINS="all")
+    assert done.stdout.split() == ["PluginError"] * 4 + ["ran", "7"], done.stderr[-2000:]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kdacore import config, machine, registry
+from kdacore import config, features, machine, registry
 from kdacore.machine import Machine, Row
 from kdacore.registry import REGISTRY
 
@@ -57,5 +58,13 @@ def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistri
     return write
 
 
+@pytest.fixture
+def requests_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's table of features asks each backend about the same 2000 requests: they are built once for all tests
+    that are not about them."""
+    monkeypatch.setattr(features, "request_of", _request_of)
+
+
+_request_of = functools.cache(features.request_of)
 _real_third_parties = registry.third_parties
 _real_plugins = registry.BUILTIN_PLUGINS

@@ -29,6 +29,7 @@ from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, OpImpl, Outputs, Reason, Request, Requirement
 
+pytestmark = pytest.mark.usefixtures("requests_built_once")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -164,7 +165,7 @@ def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDACORE_BACKEND", "nonsense,reference")
     config.refresh()
     gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install quantum")
-    chunk = dataclasses.replace(reference_op("chunk_kda"), verified_archs=frozenset({"q1"}))
+    chunk = dataclasses.replace(reference_op("chunk_kda"), verified_archs=frozenset({"sm_75"}))
     add(name="quantum", requirements=(gpu,), ops={"chunk_kda": chunk}, summary="for another day")
     add(name="wrong", ops={"chunk_kda": OpImpl(_copies_values, serves=FEATURES)})
     _add_checks([("kernels", False, "3 kernels are stale"), ("tables", True, "fresh")])

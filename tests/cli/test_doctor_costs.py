@@ -19,6 +19,7 @@ from kdacore.dispatch.cost_tables import Group, Table
 from kdacore.machine import Accelerator, Machine
 from kdacore.types import Device
 
+pytestmark = pytest.mark.usefixtures("requests_built_once")
 GROUP = Group("chunk_kda", "torch", "bfloat16", False, 128, 128)
 TIMES = MappingProxyType({("reference", GROUP): {(("packed", False),): {64: ((16.0, 0.5),)}}})
 HERE = Accelerator("torch", "cuda", "sm_90", "NVIDIA H100 80GB HBM3")

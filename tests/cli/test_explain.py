@@ -231,7 +231,7 @@ def test_a_gate_as_a_stage(words: list[str], capsys: pytest.CaptureFixture[str])
 
 def test_a_device_that_a_backend_brings(capsys: pytest.CaptureFixture[str]) -> None:
     ops = {"chunk_kda": OpImpl(forward=print, serves=FEATURES)}
-    own = Backend(name="own", version="1", kinds=("torch",), ops=ops, device_types=("abacus",))
+    own = Backend(name="own", version="1", kinds=("torch",), ops=ops, device_types=("npu",))
 
     class Plugin:
         @hookimpl
@@ -239,7 +239,7 @@ def test_a_device_that_a_backend_brings(capsys: pytest.CaptureFixture[str]) -> N
             return [own]
 
     REGISTRY.register(Plugin(), "own")
-    assert cli.main(["explain", "chunk_kda", "--backend", "own", "--device", "abacus"]) == 0
+    assert cli.main(["explain", "chunk_kda", "--backend", "own", "--device", "npu"]) == 0
     assert "chosen: own" in capsys.readouterr().out
 
 

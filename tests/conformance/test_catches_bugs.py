@@ -86,7 +86,8 @@ def later_anchor(f: Any, request: Any, x: Any) -> Outputs:
     out = f(request, x)
     if request.has("out"):
         return out
-    anchor = np.float32(1.0 + abs(float(np.nan_to_num(np.asarray(x.g, np.float32)[:, -1]).mean())) / 3)
+    last = np.clip(np.nan_to_num(np.asarray(x.g, np.float32)[:, -1]), -10, 10)
+    anchor = np.float32(1.0 + abs(float(last.mean())) / 3)
     return out._replace(o=((out.o * anchor) / anchor).astype(out.o.dtype))
 
 
@@ -194,7 +195,64 @@ def depends_on_the_pack(f: Any, request: Any, x: Any) -> Outputs:
     return out._replace(o=(out.o * np.float32(1 + 2e-7 * request.N)).astype(out.o.dtype))
 
 
+def unclamped_rate(f: Any, request: Any, x: Any) -> Outputs:
+    """``exp(A_log)`` in float32 as it comes: infinite above 88.7."""
+    if request.gate == "log" or x.A_log is None:
+        return f(request, x)
+    a = np.float32(x.A_log) if request.scalar_gate else np.float32(x.A_log)[:, None]
+    with np.errstate(all="ignore"):
+        rate = np.exp(a)
+        g = np.float32(x.g) + (0 if x.dt_bias is None else np.float32(x.dt_bias).reshape(x.g.shape[2:]))
+        if request.gate == "softplus":
+            log = -rate * np.logaddexp(np.float32(0), g)
+        else:
+            log = np.float32(request.lower_bound) / (1 + np.exp(-rate * g))
+    given = x._replace(g=log, A_log=None, dt_bias=None)
+    with np.errstate(all="ignore"):
+        return f(dataclasses.replace(request, gate="log", lower_bound=None, safe_gate=False), given)
+
+
+def subtracts_sums(f: Any, request: Any, x: Any) -> Outputs:
+    """Sums of log decays that reach minus infinity: the difference of two is not a number."""
+    out = f(request, x)
+    if request.gate == "log" and not request.has("out"):
+        with np.errstate(all="ignore"):
+            sums = np.cumsum(np.float32(x.g) * np.float32(1.442695), axis=1)
+            out.o[...] += 0 * np.nan_to_num((sums - sums[:, :1]).sum(), nan=np.nan, posinf=0, neginf=0)
+    return out
+
+
+def rows_of_neighbours(f: Any, request: Any, x: Any) -> Outputs:
+    """The last tile of a sequence is not masked: what follows it in the pack is multiplied by zero."""
+    out = f(request, x)
+    if request.packed and not request.has("out"):
+        for end in np.asarray(x.cu_seqlens)[1:]:
+            if 0 < end < np.asarray(x.cu_seqlens)[-1]:
+                out.o[:, end - 1] += 0 * np.asarray(x.k, out.o.dtype)[:, end].sum()
+    return out
+
+
+def mixes_heads(f: Any, request: Any, x: Any) -> Outputs:
+    """A product of all heads with a mask of one."""
+    out = f(request, x)
+    if not request.has("out"):
+        out.o[...] += 0 * out.o.sum(2, keepdims=True)
+    return out
+
+
+def mixes_states(f: Any, request: Any, x: Any) -> Outputs:
+    out = f(request, x)
+    if out.final_state is not None and not request.inplace_state:
+        out.final_state[...] += 0 * out.final_state.sum(0, keepdims=True)
+    return out
+
+
 FORWARD = [
+    (unclamped_rate, {"accuracy"}),
+    (subtracts_sums, {"accuracy"}),
+    (rows_of_neighbours, {"nan_containment"}),
+    (mixes_heads, {"nan_containment"}),
+    (mixes_states, {"nan_containment"}),
     (later_anchor, {"causality", "causality_append"}),
     (wrong_layout, {"accuracy", "split"}),
     (nan_on_one_token, {"accuracy"}),
@@ -278,6 +336,101 @@ def test_results_in_memory_that_is_used_again_fail(
     assert cases and all(r.status == "failed" and "stays" in r.message for r in results)
 
 
+def returns_v(f: Any, request: Any, x: Any) -> Outputs:
+    return f(request, x)._replace(o=x.v)
+
+
+def o_in_the_memory_of_v(f: Any, request: Any, x: Any) -> Outputs:
+    """Saves an allocation, from the second call of a shape on: dispatch has looked at the first."""
+    out = f(request, x)
+    if request.has("out") or not _again(request):
+        return out
+    x.v[...] = out.o
+    return out._replace(o=x.v)
+
+
+def checkpoints_are_the_state(f: Any, request: Any, x: Any) -> Outputs:
+    """Right values: the first checkpoint is the state that the call starts from."""
+    out = f(request, x)
+    if out.checkpoints is None or x.initial_state is None or out.checkpoints.shape[1] != 1:
+        return out
+    return out._replace(checkpoints=x.initial_state[:, None])
+
+
+_calls: dict[Any, int] = {}
+
+
+def _again(request: Any) -> bool:
+    _calls[request] = _calls.get(request, 0) + 1
+    return _calls[request] > 1
+
+
+@pytest.mark.parametrize(
+    ("mutation", "check", "said"),
+    [
+        (returns_v, "accuracy", "o: got memory of the argument 'v'; wanted memory of its own"),
+        (o_in_the_memory_of_v, "determinism", "o has memory of its own: error inf"),
+    ],
+)
+def test_results_in_the_memory_of_an_argument_fail(
+    register: Any, mutation: Wrap, check: str, said: str
+) -> None:
+    _calls.clear()
+    register(CHUNK, forward=mutation)
+    assert said in failures(check)[check].message
+
+
+def test_a_checkpoint_in_the_memory_of_the_state_fails(register: Any) -> None:
+    register(CHUNK, forward=checkpoints_are_the_state)
+    x = {name: np.full((1, 64, 1, 8), -0.1, np.float32) for name in ("q", "k", "v", "g")}
+    with pytest.raises(kdacore.PluginError, match="checkpoints: got memory of the argument 'initial_state'"):
+        kdacore.chunk_kda(
+            **x,
+            beta=np.ones((1, 64, 1), np.float32),
+            initial_state=np.zeros((1, 1, 8, 8), np.float32),
+            checkpoint_every=64,
+            backend=NAME,
+        )
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("other", ["an input", "another gradient"])
+def test_gradients_in_memory_of_others_fail(register: Any, kind: str, other: str) -> None:
+    def shares(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+        grads = f(request, x, *rest)
+        return grads._replace(k=x.k if other == "an input" else grads.q)
+
+    register(CHUNK, kind=kind, backward=shares)
+    said = failures("gradients")["gradients"].message
+    assert "gradient of k" in said and "memory of its own" in said
+
+
+def _zero_state(x: tuple[Any, ...]) -> Any:
+    (B, _, HV, V), K = x[2].shape, x[0].shape[3]
+    return np.zeros((B, HV, K, V), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda x: (x[2], _zero_state(x), None), "o: got memory of the argument 'v'"),
+        (lambda x: (x[2].copy(),), "returned a tuple of 1; wanted a tuple of 3 results or None"),
+        (lambda x: (x[2][:, :1].copy(), None, None), "o: got shape"),
+        (lambda x: "done", "returned str; wanted a tuple of 3 results or None"),
+    ],
+    ids=["input", "short", "shape", "text"],
+)
+def test_a_fast_path_that_returns_no_results_fails(
+    register: Any, answer: Callable[..., Any], said: str
+) -> None:
+    def offers(request: Any, inputs: Any) -> Any:
+        return answer
+
+    register(DECODE, fast_path=offers)
+    message = failures("determinism")["determinism"].message
+    assert "fast path of fused_recurrent_kda" in message and said in message
+
+
 def test_a_later_anchor_passes_every_accuracy_case(register: Any) -> None:
     """It is the bit comparison alone that catches it."""
     register(CHUNK, forward=later_anchor)
@@ -345,7 +498,26 @@ def random_order_sum(f: Any, *args: Any) -> InputGrads:
     return grads._replace(q=(grads.q * noise).astype(grads.q.dtype))
 
 
+def unmasked_slope(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    """An infinite rate times a slope of zero."""
+    grads = f(request, x, *rest)
+    if request.gate == "sigmoid" and x.A_log is not None:
+        with np.errstate(all="ignore"):
+            rate = np.exp(np.asarray(x.A_log, np.float32))
+            grads.g[...] += (0 * rate if request.scalar_gate else (0 * rate)[:, None]).astype(grads.g.dtype)
+    return grads
+
+
+def mixes_sequences(f: Any, request: Any, x: Any, *rest: Any) -> InputGrads:
+    """A product of the rows of all sequences with a mask."""
+    grads = f(request, x, *rest)
+    grads.v[...] += 0 * grads.v[:, np.isfinite(grads.v).all((0, 2, 3)).argmin()][:, None]
+    return grads
+
+
 BACKWARD = [
+    (unmasked_slope, {"gradients"}),
+    (mixes_sequences, {"gradient_nan_containment"}),
     (one_percent_off, {"gradients", "recomputed_gradients"}),
     (swapped_gradients, {"gradients"}),
     (nan_under_strong_decay, {"gradients"}),

@@ -63,6 +63,9 @@ def test_bounds_are_the_contract_s() -> None:
     assert rounds_to_tf32(Device("cuda", 0, "sm_100a")) and not rounds_to_tf32(Device("tpu", 0, "v5e"))
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_values_are_shaped_as_the_signature_says(op: str) -> None:
     options_of = () if OPS[op].family != "gate" else options(lower_bound=-5.0)
@@ -96,8 +99,13 @@ def test_raw_gates_decay_as_their_name_says(gates: str) -> None:
         "zero": (-1e-12, 0.0),
         "floor": (-5.1, -4.9),
         "mixed": (-61.0, 0.0),
+        **dict.fromkeys(("still", "steep", "cliff"), (-LARGEST, 0.0)),
     }[gates]
     assert low <= decay.min() and decay.max() <= high
+    if gates == "still":
+        assert not decay[:, :, 0].any()
+    if gates in ("steep", "cliff"):
+        assert decay.min() == -LARGEST
     if gates == "mixed":
         assert decay.min() < -60 and decay.max() > -1e-10
 

@@ -162,7 +162,7 @@ def scan(
 
 
 def grads(request: Request, inputs: ChunkInputs, work: dict[str, F64], do: Any) -> dict[str, F64]:
-    """dq, dk, dv, dg, dbeta, dA_part, dbias_part.
+    """dq, dk, dv, dg, dbeta, dA_part, dbias_part (without the kernel's scale, SUM_SCALE).
 
     dq and dk have a head for each value head and have gone through the norm unless heads are grouped. ``work``: u
     (v_new), dr, h and dh.

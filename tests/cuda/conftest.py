@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import emulator
 import torch
+from guarded_memory import guard
 
 from kdacore_cuda import torch_launch
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
@@ -34,8 +35,9 @@ def poison() -> Iterator[None]:
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Launches run in the CPU emulator; the list collects the kernels' names."""
+    """Launches run in the CPU emulator, with guarded workspaces; the list collects the kernels' names."""
     launched: list[str] = []
+    guards = guard(monkeypatch)
 
     def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
         if isinstance(launcher, PrepackedLauncher):
@@ -50,6 +52,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             shared=launcher.shared,
             cluster=dict(launcher.kernel.defines).get("CLUSTER", 1),
         )
+        guards.check(launcher.kernel.name)
 
     def prepacked_start(launcher: Any, grid: int, arch: str, index: int) -> Any:
         return lambda stream, values: launch(launcher, grid, arch, None, values)
@@ -66,6 +69,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch_launch, "prepacked_start", prepacked_start)
     monkeypatch.setattr(torch_launch, "sequence_start", sequence_start)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: 3.35e12)  # an H100's
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)

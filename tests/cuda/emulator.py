@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -28,12 +30,18 @@ COMPILE = (
     "-fno-strict-aliasing",
     "-fstack-reuse=none",
 )
+RUNTIME_COMPILE = ("-O3",)
+"""More for what runs the kernels: it multiplies matrices."""
 
 _KEPT_SECONDS = 3 * 24 * 3600.0
 
+FORWARDS, BACKWARDS, SHUFFLED = range(3)
+"""Orders in which the clusters of a launch begin; one ends before the next."""
+
 _RUNNER = """
 #include "{path}"
-extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed) {{
+extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch) {{
+  emu::dispatch = dispatch;
   emu::left_operands_stay = {stay};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
@@ -66,25 +74,17 @@ def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL
     )
     headers = gather_headers((CSRC / kernel.path).read_text())
     flags = [*(f"-D{key}={value}" for key, value in kernel.defines), *more]
-    digest = hashlib.sha256(
-        "\0".join(
-            [
-                text,
-                (CSRC / kernel.path).read_text(),
-                *(path.read_text() for path in sorted(HERE.iterdir())),
-                *headers.values(),
-                *flags,
-                *COMPILE,
-            ]
-        ).encode()
-    ).hexdigest()[:24]
+    source = (CSRC / kernel.path).read_text()
+    digest = _digest(
+        text, source, *_emulation_sources(), *headers.values(), *flags, *COMPILE, *RUNTIME_COMPILE
+    )
     kept = _kept()
     if kept is not None and (kept / f"{digest}.so").is_file():
         return ctypes.CDLL(str(kept / f"{digest}.so"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / kernel.path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / kernel.path).write_text((CSRC / kernel.path).read_text())
+        (folder / kernel.path).write_text(source)
         library = compile_library(text, headers, flags, folder, digest)
         if kept is not None:  # whole or not at all: several processes may bring the same one
             coming = kept / f"{digest}.{os.getpid()}"
@@ -104,22 +104,50 @@ def _kept() -> Path | None:
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             if time.time() - path.stat().st_mtime > _KEPT_SECONDS:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
+
+
+_temporary = functools.cache(tempfile.TemporaryDirectory)
+"""This process's own, removed when it ends."""
 
 
 @cache
-def _runtime() -> tempfile.TemporaryDirectory[str]:
-    """What all kernels share, compiled once: ``runtime.o``, and ``emulate.h`` as ``all.h``."""
-    folder = tempfile.TemporaryDirectory()
-    header = Path(folder.name) / "all.h"
+def _runtime() -> Path:
+    """The folder with what all kernels share: ``runtime.o``, and ``emulate.h`` as ``all.h``. Compiled once by the first
+    of several processes; the others wait for it."""
+    kept = _kept()
+    if kept is None:
+        folder = Path(_temporary().name)
+        _compile_runtime(folder)
+        return folder
+    folder = kept / f"runtime-{_digest(*_emulation_sources(), *COMPILE, *RUNTIME_COMPILE)}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "runtime.o").is_file():
+            _compile_runtime(folder)
+    return folder
+
+
+def _compile_runtime(folder: Path) -> None:
+    """``runtime.o`` appears last and whole."""
+    header = folder / "all.h"
     header.write_text("#define KDACORE_EMULATE\n#include <emulate.h>\n")
     _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
     sources = [path.name for path in sorted(HERE.glob("*.cpp"))]
-    together = Path(folder.name) / "runtime.cpp"
+    together = folder / "runtime.cpp"
     together.write_text("".join(f"#include <{name}>\n" for name in ("emulate.h", *sources)))
-    _compile("-O2", "-c", str(together), "-o", str(together.with_suffix(".o")))
-    return folder
+    _compile(*RUNTIME_COMPILE, "-c", str(together), "-o", str(folder / "coming.o"))
+    (folder / "coming.o").replace(folder / "runtime.o")
+
+
+def _emulation_sources() -> list[str]:
+    return [path.read_text() for path in sorted(HERE.iterdir())]
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
 
 
 def _compile(*arguments: str) -> None:
@@ -135,7 +163,7 @@ def compile_library(text: str, headers: dict[str, str], flags: list[str], folder
         (folder / include).write_text(body)
     (folder / "runner.cpp").write_text(text)
     library = folder / f"{name}.so"
-    runtime = _runtime().name
+    runtime = _runtime()
     include = (f"-I{folder}", "-include", f"{runtime}/all.h")
     _compile("-shared", *flags, *include, f"{folder}/runner.cpp", f"{runtime}/runtime.o", "-o", str(library))
     return library
@@ -151,15 +179,17 @@ def run(
     shared: int,
     cluster: int = 1,
     seed: int = 0,
+    dispatch: int = FORWARDS,
 ) -> None:
-    """One launch. ``values`` are what the host would pack, pointers to host memory."""
+    """One launch. ``values`` are what the host would pack, pointers to host memory; ``dispatch`` says in which order
+    clusters begin."""
     library = build(kernel, params)
     block = (ctypes.c_char * params.size).from_buffer_copy(params.packer.pack(*values))
     struct = type(
         params.name, (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (params.size // 8))]}
     )
-    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint]
+    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint, ctypes.c_int]
     library.run.restype = ctypes.c_char_p
-    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed)
+    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed, dispatch)
     if message is not None:
         raise RuntimeError(f"{kernel.name}: {message.decode()}")

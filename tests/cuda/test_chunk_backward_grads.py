@@ -19,6 +19,7 @@ from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import torch_launch
 from kdacore_cuda.chunk_backward_kernels import grads_kernel
 from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_reference.oracle import to_float64
 
@@ -73,7 +74,8 @@ def run(
     if inputs.dt_bias is not None:
         wanted["dbias_part"] = ((slots, HV, 128), torch.float32)
     kernel = grads_kernel(inputs.g.dtype == torch.float32, grouped, has_bounded_gate(request))
-    return launch(kernel, request, inputs, work, wanted, d_o=do)
+    got = launch(kernel, request, inputs, work, wanted, d_o=do)
+    return {name: x / SUM_SCALE if name.endswith("_part") else x for name, x in got.items()}
 
 
 def check(inputs: ChunkInputs, scale: float = 1.0, **options: Any) -> None:

@@ -16,6 +16,7 @@ from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, PACKAGED_ARCHS
 from kdacore_cuda.chunk_forward_kernels import chunk_forward_kernel, cluster_sizes
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import CSRC, KernelSource
+from kdacore_cuda.launch_order import AHEAD
 from kdacore_cuda.packaged_cubins import FOLDER, read_manifest, row_name
 from kdacore_cuda.packaged_kernels import packaged_kernels
 from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
@@ -85,6 +86,7 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     # walk begins after every block of its call's first launch has waited, and waits for the end of that one.
     # Output loads at once what was there before the launch ahead of it let it begin, maps the call's values.
     orders = {"walk": waits_last, "output": waits_before_it_writes, "maps": waits_before_it_writes}
+    assert orders.keys() == AHEAD.keys()
     order = orders.get(kernel.entry, waits_first)
     assert order(code)
 

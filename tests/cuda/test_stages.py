@@ -76,6 +76,22 @@ def test_recompute(emulated: list[str], shape: dict[str, Any], with_q: bool) -> 
     check_recompute(Drawn(**shape).recompute(with_q))
 
 
+@pytest.mark.parametrize("lowest", [-torch.finfo(torch.float32).max, -1e30, -1e6])
+@pytest.mark.parametrize("hopper", [False, True])
+def test_saturated_decays(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, lowest: float, hopper: bool
+) -> None:
+    """A sum of log decays may end at the lowest float32, in some channels and from any token on."""
+    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: hopper)
+    K = 128 if hopper else 64
+    x = Drawn(70, K=K, V=K)
+    for channel, first in enumerate((0, 1, 3, 15, 16, 33, 63)):
+        x.gc[:, first:64, :, channel] = lowest
+        x.gc[:, 64:, :, channel] = lowest if channel & 1 else -1.0
+    check_intra(x.intra(), 2.0)
+    check_recompute(x.recompute())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_near_collinear_keys_survive(emulated: list[str], dtype: torch.dtype) -> None:
     got = check_intra(Drawn(64, gate="slow", collinear=True, dtype=dtype).intra(), 2.0)

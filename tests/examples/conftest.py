@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-# Compiles quickly, and several devices: the same flags as those of the JAX backends' tests, for JAX reads them once.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
-)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -78,7 +78,7 @@ def test_the_third_call_takes_it(plugin: Plugin) -> None:
     state = torch.zeros(1, 2, 8, 8)
     for i in range(4):
         v = torch.full((1, 3, 2, 8), float(i))
-        o, final = call(v, initial_state=state, output_final_state=True)
+        o, final = call(v, initial_state=state, output_final_state=True, inplace_state=True)
         assert torch.equal(o, 2 * v) and final is state
     assert plugin.went == ["forward", "repeat", "forward", "step", "step"]
 

@@ -188,4 +188,9 @@ def with_grad(request: Request) -> Request:
 def full_speed(fn: Any) -> Any:
     """jit with the request static, optimised as for users whatever this folder's compiler flags
     say."""
-    return jax.jit(fn, static_argnums=0, compiler_options={"xla_backend_optimization_level": "3"})
+    options = {
+        "xla_backend_optimization_level": 3,
+        "xla_cpu_use_fusion_emitters": True,
+        "xla_cpu_parallel_codegen_split_count": 32,
+    }
+    return jax.jit(fn, static_argnums=0, compiler_options=options)

@@ -59,6 +59,31 @@ def test_other_lengths_in_the_same_program(pack: Split) -> None:
         pack.check(pack.inputs._replace(cu_seqlens=cu))
 
 
+@pytest.mark.parametrize(
+    "at",
+    [
+        {9: 129},
+        {9: 2**31 - 1},
+        {0: 3},
+        {0: 17, 1: 18, 2: 19},
+        {0: -1},
+        {4: 20},
+        {9: 0},
+        {3: 2**31 - 1, 4: -5},
+        {9: -(2**31)},
+    ],
+    ids=str,
+)
+def test_offsets_that_are_none_of_the_row(at: dict[int, int], pack: Split) -> None:
+    """Beyond it, not from 0, falling, and so that their differences wrap: NaN in every token, state and gradient."""
+    cu = np.array(pack.inputs.cu_seqlens)
+    for i, offset in at.items():
+        cu[i] = offset
+    results, grads = pack.run(pack.inputs._replace(cu_seqlens=cu))
+    for x in (*results, *(x for name, x in grads.items() if name in TOKENS or name == "initial_state")):
+        assert np.isnan(x).all()
+
+
 def test_later_tokens_change_no_earlier_bit(rows: Split) -> None:
     """Neither of outputs nor of gradients of a loss on the tokens before them."""
     t = 70

@@ -15,24 +15,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import gloo_hostile
 import rank_calls
 import torch
 import torch.distributed as dist
+from gloo_tools import Here, environment, plain_arrays, raises
 from rank_calls import case
 
 import kdacore
-from kdacore import config
 from kdacore.calls.values import Shape
 from kdacore.parallel import torch_ranks
-
-
-class Here(NamedTuple):
-    rank: int
-    size: int
-    group: Any
-    folder: Path
+from kdacore.parallel.agreement import HEAD_BYTES
 
 
 def equal_to_the_oracle(here: Here, whole: Any, cp: Any = None, call: Any = None) -> None:
@@ -46,35 +41,6 @@ def equal_to_the_oracle(here: Here, whole: Any, cp: Any = None, call: Any = None
 
 def small(T: int = 32, **kwargs: Any) -> Any:
     return case(shape=Shape(T=T, H=1, HV=2, K=16, V=8), note="small", **kwargs)
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    os.environ.update(values)
-    config.refresh()
-    try:
-        yield
-    finally:
-        for name in values:
-            del os.environ[name]
-        config.refresh()
-
-
-@contextlib.contextmanager
-def raises(error: type[Exception], *parts: str) -> Iterator[None]:
-    """The error, with all of these in its message."""
-    try:
-        yield
-    except error as raised:
-        for part in parts:
-            assert part in str(raised), f"{part!r} not in: {raised}"
-        return
-    raise AssertionError(f"no {error.__name__}")
-
-
-def plain_arrays(here: Here, T: int, dtype: Any = torch.float32, heads: int = 1) -> list[Any]:
-    x = torch.randn(1, T, heads, 16, dtype=dtype)
-    return [x, x, x, -x.abs(), torch.rand(1, T, heads, dtype=dtype)]
 
 
 # --- what every number of ranks is checked for ----------------------------------------------------------------------
@@ -209,7 +175,7 @@ def without_gradients_there_is_one_exchange(here: Here) -> None:
     kdacore.chunk_kda(*arrays, cp=here.group)
     with counted() as found:
         kdacore.chunk_kda(*arrays, cp=here.group)
-    assert found == [(here.size - 1) * (16 * (16 + 16) * 4 + 16)]
+    assert found == [(here.size - 1) * n for n in (HEAD_BYTES, 16 * (16 + 16) * 4 + 16)]
 
 
 def later_calls_do_not_compare_arguments(here: Here) -> None:
@@ -247,12 +213,13 @@ def ranks_that_disagree(here: Here) -> None:
             call(*arrays, cp=here.group)
         else:
             kdacore.chunk_gated_delta_rule(*arrays[:3], arrays[3][..., 0], arrays[4], cp=here.group)
-    # Shapes that either rank has agreed to before: not compared again, but nothing passes for a result.
+    # Shapes that either rank has agreed to before.
     for T in (50, 51):
         assert call(*plain_arrays(here, T), cp=here.group)[0].isfinite().all()
-    assert call(*plain_arrays(here, 50 if first else 51), cp=here.group)[0].isnan().all()
-    with environment(KDACORE_CP_CHECK="always"), raises(kdacore.ContractError, "'q'", "50", "51"):
-        call(*plain_arrays(here, 50 if first else 51), cp=here.group)
+    for always in (False, True):
+        around = environment(KDACORE_CP_CHECK="always") if always else contextlib.nullcontext()
+        with around, raises(kdacore.ContractError, "'q'", "50", "51"):
+            call(*plain_arrays(here, 50 if first else 51), cp=here.group)
 
 
 def an_invalid_call_of_one_rank(here: Here) -> None:
@@ -271,7 +238,7 @@ def values_are_checked(here: Here) -> None:
         wrong = torch.tensor([0, 40, 32])
         with raises(kdacore.ContractError, "'cu_seqlens'", "never decrease"):
             kdacore.chunk_kda(*plain_arrays(here, 16), cp=here.group, cu_seqlens=wrong)
-        with raises(kdacore.ContractError, "'cu_seqlens'", "at most T=32"):
+        with raises(kdacore.ContractError, "'cu_seqlens'", "at most R*T=32"):
             kdacore.chunk_kda(*plain_arrays(here, 16), cp=here.group, cu_seqlens=torch.tensor([0, 10, 33]))
         own = torch.tensor([0, 10 + here.rank, 32])
         with raises(kdacore.ContractError, "'cu_seqlens'", "on rank 0", "on rank 1"):
@@ -415,7 +382,7 @@ def checks(here: Here, kind: str) -> Iterator[tuple[str, Callable[[], None]]]:
         yield from long_cases(here)
         return
     if here.size == 2:
-        for check in ON_TWO:
+        for check in (*ON_TWO, *gloo_hostile.CHECKS):
             yield check.__name__, lambda check=check: check(here)
     yield "ranks_within_data_parallel_groups", lambda: ranks_within_data_parallel_groups(here)
     yield from cases(here)

@@ -124,9 +124,41 @@ def groups_and_devices(rank: int, size: int) -> None:
         raise AssertionError("no error")
 
 
+def assert_refused(arrays: list[Any], group: Any) -> None:
+    try:
+        kdacore.chunk_kda(*arrays, cp=group)
+    except kdacore.ContractError as error:
+        assert error.argument == "cp" and "NaN" in str(error), error
+        return
+    raise AssertionError("no error")
+
+
+def out_of_step(rank: int) -> None:
+    """Backwards in another order, and a call that failed on one rank alone: NaN on every rank, then an error."""
+    group = dist.new_group()
+
+    def call(x: list[Any]) -> Any:
+        return kdacore.chunk_kda(*x, use_qk_l2norm_in_kernel=True, cp=group)[0]
+
+    arrays = [arrays_of(1024, 2 * rank + i, grad=True) for i in range(2)]
+    for x, o in [(x, call(x)) for x in arrays][:: 1 if rank else -1]:
+        o.float().sum().backward()
+        assert x[1].grad.isnan().all()
+    assert_refused(arrays_of(512, rank), group)
+    assert call(arrays[0]).isfinite().all()
+    if rank == 0:
+        try:
+            call([*arrays[0][:4], arrays[0][4][:, :5]])
+        except kdacore.ContractError as error:
+            assert error.argument == "beta", error
+    assert call(arrays[0]).isnan().all()
+    assert_refused(arrays_of(256, rank), group)
+
+
 CHECKS: dict[str, Callable[[int, int], None]] = {
     "groups": groups_and_devices,
     "synchronisation": lambda rank, size: no_synchronisation(rank),
+    "out of step": lambda rank, size: out_of_step(rank),
     "captured": lambda rank, size: captured(rank),
     "compiled": lambda rank, size: compiled(rank),
     "cuda": lambda rank, size: results(rank, size, "cuda"),

@@ -67,3 +67,13 @@ def test_offsets_in_any_library() -> None:
     offsets = [0, 3, 9, 20]
     for array in (np.array(offsets), torch.tensor(offsets)):
         assert local_offsets(array, 1, 8).tolist() == [0, 0, 1, 8]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_offsets_far_off_do_not_wrap(kind: str) -> None:
+    """They are clipped before anything is subtracted."""
+    offsets: Any = np.array([0, 2**63 - 1, -5, -(2**63), 30])
+    if kind == "torch":
+        offsets = torch.tensor(offsets)
+    assert local_offsets(offsets, 0, 8).tolist() == [0, 8, 0, 0, 8]
+    assert local_offsets(offsets, 3, 8).tolist() == [0, 8, 0, 0, 6]

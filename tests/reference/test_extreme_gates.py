@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kdacore.types import GateInputs
+from kdacore_reference.arrays import to_float64
+from kdacore_reference.gate import kda_gate_backward, kda_gate_forward
 from kdacore_reference.oracle import oracle_gate, oracle_gate_backward
 from kdacore_reference.oracle_inputs import LARGEST
 
@@ -42,6 +45,10 @@ LOG_DECAYS: list[tuple[str, float, float, float, float]] = [
 ]
 
 
+def convert(array: np.ndarray, kind: str) -> Any:
+    return array if kind == "numpy" else torch.from_numpy(array)
+
+
 def gate_call(make_call: Callable[..., Any], gate: str, *values: float, **options: Any) -> tuple[Any, Any]:
     """A call of ``kda_gate`` whose inputs hold these values: of ``A_log``, ``g`` and ``dt_bias``."""
     fields = {"lower_bound": -5.0} if gate == "sigmoid" else {}
@@ -64,6 +71,20 @@ def test_oracle_gate_is_finite_at_the_ends(
     for x in oracle_gate_backward(request, inputs, np.ones_like(got)):
         assert np.isfinite(x).all()
         assert np.abs(x).max() <= LARGEST
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(("gate", "A_log", "g", "bias", "want"), LOG_DECAYS)
+def test_gate_is_finite_at_the_ends(
+    gate: str, A_log: float, g: float, bias: float, want: float, kind: str, make_call: Callable[..., Any]
+) -> None:
+    request, inputs = gate_call(make_call, gate, A_log, g, bias)
+    x = GateInputs(*(convert(a, kind) for a in inputs))
+    got = kda_gate_forward(request, x)
+    np.testing.assert_allclose(to_float64(got), max(want, -LARGEST), rtol=2e-5)
+    found = kda_gate_backward(request, x, got * 0 + 1)
+    for a, b in zip(found, oracle_gate_backward(request, inputs, np.ones(inputs.g.shape)), strict=True):
+        np.testing.assert_allclose(to_float64(a), b, rtol=2e-5)
 
 
 def test_oracle_gate_gradients_are_held(make_call: Callable[..., Any]) -> None:

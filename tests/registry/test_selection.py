@@ -147,7 +147,7 @@ def test_a_cost_that_is_no_duration_is_the_plugins_fault(cost: Any) -> None:
 
 
 def test_what_is_neither_tested_here_nor_measured_goes_behind_what_is_tested() -> None:
-    for name, rank, archs in (("tested", 5, frozenset({"q1"})), ("untested", 10, frozenset[str]())):
+    for name, rank, archs in (("tested", 5, frozenset({"sm_75"})), ("untested", 10, frozenset[str]())):
         op = OpImpl(_answer(1), serves=FEATURES, verified_archs=archs)
         REGISTRY.register(plugin(name, 1, rank=rank, ops={"chunk_kda": op}), name)
 
@@ -156,8 +156,8 @@ def test_what_is_neither_tested_here_nor_measured_goes_behind_what_is_tested() -
         request = dataclasses.replace(request, device=Device("cpu", 0, arch))
         return selection.decide(request, selection.Policy(), run_selfchecks=False)
 
-    found = decide("q1")
-    assert (found.backend, found.why) == ("tested", "highest rank of those tested on q1")
+    found = decide("sm_75")
+    assert (found.backend, found.why) == ("tested", "highest rank of those tested on sm_75")
     assert {c.backend: c.verified for c in found.candidates}["untested"] is False
     assert decide("q2").backend == "untested"  # neither has run there: rank, then the self-check
 

@@ -57,6 +57,7 @@ else:  # plans are made for JAX too, where torch need not be installed
 
 CHUNK, HALF, QUARTER = 64, 32, 16
 LOG2E = 1.4426950408889634
+LARGEST_FLOAT16 = 65504.0
 UNBOUNDED_FLOOR = -13.75
 """The lowest log2 decay of one token with an unbounded gate, so that one exponent anchor serves a
 quarter of a chunk.
@@ -282,7 +283,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         reverse = reverse_launch(request, x.q.device.index)
         launch(reverse.kernel, plan, x, work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0), reverse.blocks)
         found = finish(request, plan, x, work, d_o)
-        return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_h0)
+        return found._replace(g=narrowed(found.g, inputs.g.dtype), initial_state=d_h0)
 
     work = make_workspace(plan, x.q, *WORKSPACE)
     scan = scan_of(request, x.q, saved[0] if saved else None)
@@ -297,7 +298,12 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         del work[name]
 
     found = finish(request, plan, x, work, d_o)
-    return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_h0)
+    return found._replace(g=narrowed(found.g, inputs.g.dtype), initial_state=d_h0)
+
+
+def narrowed(dg: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of a gate in the dtype of the gate, which kernels do not write if it is float16. It saturates."""
+    return dg if dg.dtype == dtype else dg.clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).to(dtype)
 
 
 def finish(

@@ -190,7 +190,7 @@ def backward_finish(
     del arrays
     pending.arrays.clear()  # grads reads nothing else of it
     found = chunk_backward.finish(request, plan.chunks, x, work, d_o)
-    return found._replace(g=found.g.to(inputs.g.dtype), initial_state=d_start)
+    return found._replace(g=chunk_backward.narrowed(found.g, inputs.g.dtype), initial_state=d_start)
 
 
 def _launch(plan: ChunkBackwardSlicesPlan, step: ScanLaunch, inputs: ChunkInputs, arrays: Arrays) -> None:

@@ -22,7 +22,6 @@ from kdacore_cuda.chunk_forward_kernels import (
     chunk_forward_threads,
     cluster_size,
     cut_states_size,
-    cuts_items,
     has_hopper_kernel,
     helped_chunks_size,
     helper_clusters,
@@ -32,7 +31,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import use_segments
 from kdacore_cuda.chunk_kept import keeps
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, GATES, TYPES
 from kdacore_cuda.launch import Launcher
-from kdacore_cuda.multiprocessors import memory_rate_of, multiprocessors_of
+from kdacore_cuda.multiprocessors import clusters_at_once, memory_rate_of, multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import pool_arguments, returned
 from kdacore_cuda.request_encoding import (
@@ -81,33 +80,42 @@ class ChunkForwardPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardPlan:
     arch = build_arch(r.device.arch)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    # On Hopper clusters of every size give the same bits.
-    chosen_by = items if has_hopper_kernel(r.K, arch) else items_for_choice(r)
-    cluster = cluster_size(r.K, chosen_by, r.B * r.T // max(r.N, 1), multiprocessors, arch)
-    clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch)
+    gates = has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"]
     hopper = has_hopper_kernel(r.K, arch)
-    looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
-    many_short = hopper and not looks_up and are_many_short(r.T, items, cluster, clusters)
-    cuts = clusters and not many_short and (r.packed or cuts_items(r.T, items, clusters))
-    helpers = 0
-    # Helpers and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
-    if hopper and not (clusters or r.packed or r.has("state_indices")):
-        helpers = helper_clusters(items, r.T, cluster, has_bounded_gate(r), multiprocessors)
-    workspace_size = 0
-    if cuts:
-        workspace_size = cut_states_size(clusters)
-    elif helpers:
-        workspace_size = helped_chunks_size(r.T, items)
     in_dataflow = (
         hopper
         and chunk_forward_dataflow.serves(r)
-        and use_dataflow(items_for_choice(r), has_bounded_gate(r), multiprocessors)
+        and use_dataflow(items_for_choice(r), gates[0], multiprocessors)
     )
+    in_segments = (
+        hopper
+        and not in_dataflow
+        and use_segments(items_for_choice(r), gates[0], multiprocessors, lambda: memory_rate_of(r))
+    )
+
+    def at_once(cluster: int) -> int:
+        if in_dataflow or in_segments:  # no need to load a kernel that the call does not use
+            return 0
+        return clusters_at_once(r, _launcher(r.K, cluster, *gates, arch), arch)
+
+    # On Hopper clusters of every size give the same bits.
+    chosen_by = items if hopper else items_for_choice(r)
+    cluster = cluster_size(r.K, chosen_by, r.B * r.T // max(r.N, 1), multiprocessors, arch, at_once)
+    clusters = resident_clusters(r.K, cluster, items, multiprocessors, arch, at_once)
+    looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
+    many_short = hopper and not looks_up and are_many_short(r.T, items, cluster, clusters)
+    helpers = 0
+    # Helpers and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
+    if hopper and not (clusters or r.packed or r.has("state_indices")):
+        helpers = helper_clusters(items, r.T, cluster, gates[0], multiprocessors, at_once)
+    workspace_size = 0
+    if clusters and not many_short:
+        # Whether a sequence is cut in two depends on lengths and null slots, which only the device knows.
+        workspace_size = cut_states_size(clusters)
+    elif helpers:
+        workspace_size = helped_chunks_size(r.T, items)
     return ChunkForwardPlan(
-        launcher=_launcher(
-            *(r.K, cluster, has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"], arch),
-            *(many_short, helpers > 0),
-        ),
+        launcher=_launcher(r.K, cluster, *gates, arch, many_short, helpers > 0),
         grid=(helpers + (clusters or items)) * cluster,
         workspace_size=workspace_size,
         arch=arch,
@@ -131,11 +139,7 @@ def _make_plan(r: Request) -> ChunkForwardPlan:
         state_dtype=torch_dtype(r, r.state_dtype),
         widen_gate=type_code(r, "g") == TYPES["float16"],
         in_dataflow=in_dataflow,
-        in_segments=hopper
-        and not in_dataflow
-        and use_segments(
-            items_for_choice(r), has_bounded_gate(r), multiprocessors, lambda: memory_rate_of(r)
-        ),
+        in_segments=in_segments,
     )
 
 
@@ -150,7 +154,13 @@ def keeps_segments(request: Request) -> bool:
 
 @cache
 def _launcher(
-    K: int, cluster: int, bounded: bool, float_gate: bool, arch: str, many_short: bool, helped: bool
+    K: int,
+    cluster: int,
+    bounded: bool,
+    float_gate: bool,
+    arch: str,
+    many_short: bool = False,
+    helped: bool = False,
 ) -> Launcher:
     return Launcher(
         chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short, helped),

@@ -26,6 +26,7 @@ from kdacore_cuda.chunk_forward_dataflow_kernels import (
 from kdacore_cuda.chunk_forward_segments import CHUNK_OPERANDS_BYTES
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, V_STRIDES, WALK
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.launch_order import check_order
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
 from kdacore_cuda.torch_arguments import address, contiguous, token_arguments, torch_dtype
@@ -74,6 +75,7 @@ class ChunkForwardDataflowPlan(NamedTuple):
 def _make_plan(r: Request) -> ChunkForwardDataflowPlan:
     chunks = chunk_backward.plan_of(r)
     kernel = prepare_units_kernel(chunks.float_gate, chunks.bounded)
+    check_order((kernel.source.entry, walk_launcher().kernel.entry))
     return ChunkForwardDataflowPlan(
         chunks=chunks,
         prepare=chunk_backward.launcher(kernel),

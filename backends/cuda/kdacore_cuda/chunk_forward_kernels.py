@@ -3,12 +3,12 @@ share a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
-from kdacore_cuda.kernel_parameters import SEQUENCE_OVERHEAD_STEPS, STEP_TOKENS
+from kdacore_cuda.kernel_parameters import STEP_TOKENS, TICKETS_BYTES
 from kdacore_cuda.kernel_source import KernelSource
 
 
@@ -26,11 +26,21 @@ def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
     return (2, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
 
 
+ClustersAtOnce = Callable[[int], int]
+"""How many clusters of a size run at once, or 0 if nobody knows."""
+
+
+def _unknown(cluster: int) -> int:
+    return 0
+
+
 _LONG = 1024
 """Tokens of a sequence from which on clusters of four pay that share more items than there are clusters."""
 
 
-def cluster_size(K: int, items: int, tokens: int, multiprocessors: int, arch: str) -> int:
+def cluster_size(
+    K: int, items: int, tokens: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
+) -> int:
     """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the
     device alone.
 
@@ -44,22 +54,28 @@ def cluster_size(K: int, items: int, tokens: int, multiprocessors: int, arch: st
         tokens: of a sequence, on average.
         multiprocessors: of the device.
         arch: the real architecture.
+        at_once: as the driver says. By shapes and multiprocessors where it does not.
     """
     sizes = cluster_sizes(K, arch)
     if has_hopper_kernel(K, arch):
-        together = _clusters_at_once(4, multiprocessors)
+        if 3 * items > multiprocessors:  # more than a third above whatever the driver would say
+            return 2
+        together = at_once(4) or _clusters_at_once(4, multiprocessors)
         return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
     reached = {c: multiprocessors if c <= 2 else multiprocessors * 9 // 11 for c in sizes}
     return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
 
 
 def _clusters_at_once(cluster: int, multiprocessors: int) -> int:
-    """How many clusters run at once. A cluster lies within one of the parts that a device is made of, so clusters
-    of four leave some multiprocessors out: of an H200's 132 they have 120 (``cuOccupancyMaxActiveClusters``)."""
+    """How many clusters run at once, for plans without a device whose driver could be asked. A cluster lies within one
+    of the parts that a device is made of, so clusters of four leave some multiprocessors out: of an H200's 132 they
+    have 120. Other devices with as many multiprocessors may differ."""
     return multiprocessors * 10 // 44 if cluster == 4 else multiprocessors // cluster
 
 
-def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, arch: str) -> int:
+def resident_clusters(
+    K: int, cluster: int, items: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
+) -> int:
     """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster
     of its own.
 
@@ -68,21 +84,14 @@ def resident_clusters(K: int, cluster: int, items: int, multiprocessors: int, ar
     """
     if not has_hopper_kernel(K, arch):
         return 0
-    together = _clusters_at_once(cluster, multiprocessors)
+    together = at_once(cluster) or _clusters_at_once(cluster, multiprocessors)
     return together if items > together else 0
 
 
-def cuts_items(T: int, items: int, clusters: int) -> bool:
-    """Whether ``clusters`` equal parts of ``items`` sequences of ``T`` tokens cut one of them in
-    two."""
-    cost = max(1, -(-T // STEP_TOKENS)) + SEQUENCE_OVERHEAD_STEPS
-    return -(-items * cost // clusters) % cost != 0
-
-
 def cut_states_size(clusters: int) -> int:
-    """Float32 numbers for the states of items cut in two, one per cluster, and for the flags (8
-    bytes a warp) behind."""
-    return clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
+    """Float32 numbers for tickets, for the states of items cut in two, one per cluster, and for the
+    flags (8 bytes a warp) behind."""
+    return TICKETS_BYTES // 4 + clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
 
 
 _LEAST_HELPED_PART = {True: 23.5 / 132, False: 22.5 / 132}
@@ -90,7 +99,14 @@ _LEAST_HELPED_PART = {True: 23.5 / 132, False: 22.5 / 132}
 fewer, clusters of four do not wait for what they prepare (bounded), or other kernels are faster (unbounded)."""
 
 
-def helper_clusters(items: int, tokens: int, cluster: int, bounded: bool, multiprocessors: int) -> int:
+def helper_clusters(
+    items: int,
+    tokens: int,
+    cluster: int,
+    bounded: bool,
+    multiprocessors: int,
+    at_once: ClustersAtOnce = _unknown,
+) -> int:
     """Clusters of blocks that help ``items`` sequences and heads of ``tokens`` tokens: each block prepares every third
     step of one of them. 0 where they have no helpers; the same bits.
 
@@ -99,14 +115,14 @@ def helper_clusters(items: int, tokens: int, cluster: int, bounded: bool, multip
     helpers = -(-items // 4)
     if cluster < 4 or tokens < _LONG or items < _LEAST_HELPED_PART[bounded] * multiprocessors:
         return 0
-    return helpers if items + helpers <= _clusters_at_once(4, multiprocessors) else 0
+    return helpers if items + helpers <= (at_once(4) or _clusters_at_once(4, multiprocessors)) else 0
 
 
 def helped_chunks_size(T: int, items: int) -> int:
-    """Float32 numbers for the steps that helpers prepare for ``items`` sequences and heads of ``T`` tokens, and for the
-    flags (8 bytes for each scanning block) that say they are there."""
+    """Float32 numbers for tickets, for the steps that helpers prepare for ``items`` sequences and heads of ``T``
+    tokens, and for the flags (8 bytes for each scanning block) that say they are there."""
     helped_steps = -(-T // STEP_TOKENS) // (_SCANNERS + 1)
-    return items * helped_steps * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
+    return TICKETS_BYTES // 4 + items * helped_steps * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
 
 
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8

@@ -11,7 +11,7 @@ from kdacore_cuda import chunk_forward, chunk_forward_dataflow, chunk_forward_se
 from kdacore_cuda.chunk_forward_checkpoints import tail_grid, tail_launcher, tail_sizes
 from kdacore_cuda.chunk_forward_kernels import has_hopper_kernel
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD, PREPARE_MARKED, SEGMENTS, V_STRIDES, WALK
-from kdacore_cuda.launch_sequence import PlannedLaunch
+from kdacore_cuda.launch_sequence import PlannedLaunch, check_launches
 
 TOKENS = ("q", "k", "v", "g", "beta")
 _STRIDES = tuple(f"{name}_{axis}" for name in TOKENS for axis in ("sb", "st", "sh"))
@@ -88,6 +88,7 @@ def launches_of(
         used += 4 * r.checkpoint_count * row
         launches = [x._replace(arrays={**x.arrays, "mark_states": states}) for x in launches]
         launches.append(_tail(r, arrays, states, rows[1], strides, g_type or r.spec("g").dtype))
+    check_launches(launches)
     kept_bytes = chunk_forward_segments.plan_of(r).kept_bytes if plan.in_segments else 0
     return ForwardLaunches(tuple(launches), used, plan.arch, kept_bytes)
 

@@ -31,6 +31,7 @@ from kdacore_cuda.chunk_forward_segments_kernels import (
 from kdacore_cuda.chunk_kept_segments import MAP_BYTES, START_BYTES
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, FLAGS, PREPARE_MARKED, SEGMENTS, V_STRIDES
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.launch_order import check_order
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.pool_arguments import PoolArguments, pool_arguments, returned
@@ -156,6 +157,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
                 flags |= FLAGS["EARLY_OUTPUT"]
     kernel = output_kernel(per_segment, output_is_paired(items, per_segment, composes), composes)
     launches.append(("output", launcher(kernel), per_segment * slots * r.HV))
+    check_order((launcher.kernel.entry for _, launcher, grid in launches if grid), one_segment=segments < 2)
     return ChunkForwardSegmentsPlan(
         chunks=chunks,
         launches=tuple(launches),

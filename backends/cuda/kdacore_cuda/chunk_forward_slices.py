@@ -37,6 +37,7 @@ from kdacore_cuda.chunk_slices_kernels import (
 )
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, TRANSITION, V_STRIDES
 from kdacore_cuda.launch import Launcher
+from kdacore_cuda.launch_order import check_order
 from kdacore_cuda.multiprocessors import multiprocessors_of
 from kdacore_cuda.plan_cache import PlanCache
 from kdacore_cuda.segment_chains import chain_blocks
@@ -98,6 +99,10 @@ def _make_plan(r: Request) -> ChunkForwardSlicesPlan:
     start_blocks = chain_blocks(items, multiprocessors)
     outputs = output_blocks(slots * r.HV, multiprocessors)
     starts_offset = slots * r.HV * MAP_BYTES
+    finish = [starts_kernel(start_blocks)] if segments > 1 else []
+    finish.append(output_kernel(outputs))
+    check_order((prepare.source.entry, maps_kernel(as_whole).source.entry))
+    check_order((x.source.entry for x in finish), one_segment=segments < 2)
     return ChunkForwardSlicesPlan(
         chunks=chunks,
         as_whole=as_whole,

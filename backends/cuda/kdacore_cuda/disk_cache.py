@@ -26,6 +26,8 @@ def cache_root() -> Path:
 
 def _owned(folder: Path) -> bool:
     """Whether only this user may write to it: owned by this user, writable by nobody else."""
+    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are the user's
+        return True
     status = folder.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 

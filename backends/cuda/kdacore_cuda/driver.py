@@ -102,6 +102,19 @@ class Driver:
         major, minor = (self._attribute(x, device) for x in _CAPABILITY)
         return 10 * major + minor
 
+    def clusters_at_once(self, kernel: int, config: int, device: int) -> int:
+        """How many clusters of a kernel with a cluster size of its own run at once, launched as the CUlaunchConfig
+        at ``config`` says. Counts the multiprocessors that the calling thread's context may use, which are fewer
+        than the device's in a green context or an MPS partition. DriverError if refused."""
+        count = ctypes.c_int()
+        arguments = (ctypes.byref(count), _P(kernel), _P(config))
+        code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
+        if code == NO_CONTEXT:
+            self.make_current(device)
+            code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
+        self.check("cuOccupancyMaxActiveClusters", code)
+        return count.value
+
     def clear(self, address: int, size: int, stream: int) -> None:
         """Queue zeros for ``size`` bytes of device memory. DriverError if refused."""
         if size:

@@ -16,6 +16,7 @@ from kdacore_cuda.chunk_backward_launches import INPUTS
 from kdacore_cuda.jax_batching import run_batched
 from kdacore_cuda.jax_launch import Arrays, Form, given_arrays, make_launches, planned, state_results
 from kdacore_cuda.jax_partitioning import run_partitioned
+from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_cuda.launch_sequence import PlannedLaunch
 
 
@@ -51,6 +52,8 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     if grads.final_state is not None:
         arrays["d_ht"] = grads.final_state
     found = run_batched(partial(run_partitioned, _run_backward), planned(request), arrays)
+    if inputs.g.dtype == jnp.float16:
+        found["g"] = saturated(found["g"], jnp.float16)
     if "dt_bias" in found:
         found["dt_bias"] = found["dt_bias"].reshape(inputs.dt_bias.shape)  # type: ignore[union-attr]
     names = InputGrads._fields
@@ -153,8 +156,15 @@ def gradients_behind_scan(
             gradients[x] = after[_SUMS[x]][None]
         else:
             parts = after[_PARTS[x]].reshape(groups, -1, given[x].size)
-            gradients[x] = parts.sum(1).reshape(groups, *given[x].shape).astype(given[x].dtype)
+            sums = parts.sum(1).reshape(groups, *given[x].shape) / SUM_SCALE
+            gradients[x] = saturated(sums, given[x].dtype).astype(given[x].dtype)
     return gradients
+
+
+def saturated(x: Any, dtype: Any) -> Any:
+    """``x`` cut off at the largest numbers of a dtype."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest)
 
 
 _PARTS = {"A_log": "dA_part", "dt_bias": "dbias_part"}

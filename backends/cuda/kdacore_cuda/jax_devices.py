@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from kdacore_cuda.driver import driver
+
+if TYPE_CHECKING:
+    from kdacore_cuda.launch import Launcher
 
 ASSUMED_MULTIPROCESSORS = 132
 """Of an H100 or H200: for calls that are exported where there is no GPU. The handler refuses to run
@@ -34,6 +37,11 @@ def memory_rate(index: int) -> int:
     0 where there is no such device."""
     found = any(d.local_hardware_id == index for d in _local_devices())
     return driver().memory_rate(index) if found else 0
+
+
+def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
+    """0, for unknown: the device that a program is made for may not be here."""
+    return 0
 
 
 @cache

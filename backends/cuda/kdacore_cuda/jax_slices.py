@@ -16,7 +16,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_cuda import chunk_slices_launches, jax_chunk
 from kdacore_cuda.chunk_slices_launches import GIVEN
 from kdacore_cuda.jax_batching import run_looped
-from kdacore_cuda.jax_chunk import form_of, given_to_kernels, gradients_behind_scan, present
+from kdacore_cuda.jax_chunk import form_of, given_to_kernels, gradients_behind_scan, present, saturated
 from kdacore_cuda.jax_launch import Arrays, Form, make_launches, planned
 
 STATE = (128, 128)
@@ -75,6 +75,8 @@ def backward_finish(
     array that is the same on all devices of a ``shard_map`` axis is the sum over it."""
     arrays = _arguments(request, inputs) | pending | {"starts": starts, "ends": ends}
     found = run_looped(_run_backward_finish, planned(request), arrays)
+    if inputs.g.dtype == jnp.float16:
+        found["g"] = saturated(found["g"], jnp.float16)
     if "dt_bias" in found:
         found["dt_bias"] = found["dt_bias"].reshape(inputs.dt_bias.shape)  # type: ignore[union-attr]
     given = inputs._replace(initial_state=starts)

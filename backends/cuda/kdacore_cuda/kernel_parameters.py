@@ -209,9 +209,13 @@ CHUNK_BACKWARD = ParamStruct(
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``hv_factor`` to ``chunks_shift``: to divide by HV and NT, see
 :mod:`kdacore_cuda.fast_division`. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
-the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``. ``maps``,
-``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment`` to ``segments``: see :data:`SEGMENTS`.
-``ready`` and ``launch``: see :data:`WALK`."""
+the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``, both times
+:data:`SUM_SCALE`. ``maps``, ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment`` to
+``segments``: see :data:`SEGMENTS`. ``ready`` and ``launch``: see :data:`WALK`."""
+
+SUM_SCALE = 2.0**-20
+"""Of the parts that the gradients of A_log and dt_bias are the sums of: in these units sums of the largest numbers
+stay finite."""
 
 FORWARD_RESULTS = ParamStruct("ForwardResults", (("o", "ptr"), ("ht", "ptr")))
 SCAN_OUTPUTS = ParamStruct(
@@ -363,6 +367,8 @@ TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 STEP_TOKENS, SEQUENCE_OVERHEAD_STEPS = 32, 2
 """Chunk forward on Hopper: tokens of a chunk; the fixed cost of a sequence, in chunks, as measured."""
+TICKETS_BYTES = 128
+"""Of its workspace, in front of all else: where clusters draw tickets."""
 
 
 def _once(text: str) -> str:
@@ -386,7 +392,10 @@ def generated_headers() -> dict[str, str]:
         "generated/recurrent_params.cuh": _once(RECURRENT.header()),
         "generated/stage_params.cuh": _once(INTRA.header() + RECOMPUTE.header()),
         "generated/chunk_backward_params.cuh": _once(
-            CHUNK_BACKWARD.header() + SUMS.header() + GROUPS.header()
+            CHUNK_BACKWARD.header()
+            + SUMS.header()
+            + GROUPS.header()
+            + f"constexpr float SUM_SCALE = {SUM_SCALE}f;\n"
         ),
         "generated/prepare_marked_params.cuh": _once(
             '#include "generated/chunk_backward_params.cuh"\n' + UNIT_MARKS.header() + PREPARE_MARKED.header()
@@ -403,6 +412,7 @@ def generated_headers() -> dict[str, str]:
         "generated/steps.cuh": _once(
             f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
             f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"
+            f"constexpr unsigned TICKETS_BYTES = {TICKETS_BYTES};\n"
         ),
         "generated/constants.cuh": _once(constants_header()),
     }

@@ -107,6 +107,15 @@ class Launcher:
         config = launch_config(grid, self.threads, self.shared, 0, attribute, overlaps)
         return Loaded(handle, config, ctypes.addressof(config), attribute)
 
+    def clusters_at_once(self, device: int, arch: str) -> int:
+        """How many of the kernel's clusters run at once on ``device``, as the driver says
+        (:meth:`kdacore_cuda.driver.Driver.clusters_at_once`). The kernel is loaded.
+
+        Raises BackendBuildError or DriverError.
+        """
+        loaded = self.load(device, arch, dict(self.kernel.defines)["CLUSTER"])
+        return driver().clusters_at_once(loaded.handle, loaded.config_address, device)
+
     def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
         """Pack ``values`` in the struct's order and launch on ``stream`` of ``device``. Never
         synchronises.

@@ -29,7 +29,7 @@ import numpy as np
 from kdacore_cuda.cubin_lookup import load_or_compile
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.launch import overlaps_launches
-from kdacore_cuda.launch_sequence import PlannedLaunch
+from kdacore_cuda.launch_sequence import PlannedLaunch, check_launches
 
 MAGIC, FORMAT = 0x6B6461636F7265, 2
 KERNEL, CLEAR, COPY = 1, 2, 3
@@ -103,8 +103,9 @@ def make_program(
 
     Raises:
         BackendBuildError: a kernel had to be compiled, and could not be.
-        ValueError: a launch takes an array that is neither argument nor result.
+        ValueError: a launch takes an array that is neither argument nor result, or may not follow the one ahead.
     """
+    check_launches(steps)
     numbers = {name: i for i, name in enumerate((*arguments, *results))} | {LAUNCH_FIELD: LAUNCH_NUMBER}
     cubins: dict[int, bytes] = {}
     made: list[int] = []

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kdacore_cuda.launch import STREAM_OFFSET, Launcher, put_stream
+from kdacore_cuda.launch_order import OTHER_WORK, check_order
 from kdacore_cuda.prepacked_launch import PrepackedLauncher
 
 StartAll = Callable[..., None]
@@ -33,6 +34,18 @@ class PlannedLaunch(NamedTuple):
     """Field to a number that is the same in every call. Fields named nowhere are 0."""
 
 
+def check_launches(steps: Sequence[Any]) -> None:
+    """Raise ValueError unless the launches among a program's steps come in an order in which each may begin before the
+    one ahead has ended (:mod:`kdacore_cuda.launch_order`)."""
+    launches = [x for x in steps if isinstance(x, PlannedLaunch)]
+    entries = [
+        x.launcher.kernel.entry if isinstance(x, PlannedLaunch) else OTHER_WORK
+        for x in steps
+        if not isinstance(x, PlannedLaunch) or x.grid
+    ]
+    check_order(entries, one_segment=all(x.fixed.get("segments", 0) < 2 for x in launches))
+
+
 class LaunchSequence:
     """Launches in the order in which they are made. One that takes the parameters of the one before
     it shares them.
@@ -41,11 +54,12 @@ class LaunchSequence:
         launches: what they are.
         names: the arrays whose addresses a call gives, in that order; 0 for an absent array.
 
-    Raises ValueError where a launch takes an array that is not among ``names``.
+    Raises ValueError where a launch takes an array that is not among ``names``, or may not follow the one ahead.
     """
 
     def __init__(self, launches: Sequence[PlannedLaunch], names: tuple[str, ...]) -> None:
         self.launches = tuple(x for x in launches if x.grid)
+        check_launches(self.launches)
         self.names = names
         missing = {name for x in self.launches for name, _ in x.arrays.values()} - set(names)
         if missing:

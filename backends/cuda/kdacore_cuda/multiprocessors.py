@@ -10,6 +10,7 @@ from kdacore.types import ArrayKind, Request
 
 if TYPE_CHECKING:
     from kdacore_cuda import jax_devices, torch_launch
+    from kdacore_cuda.launch import Launcher
 else:
     jax_devices, torch_launch = (
         lazy_module(f"kdacore_cuda.{name}") for name in ("jax_devices", "torch_launch")
@@ -28,6 +29,16 @@ def multiprocessors(kind: ArrayKind, index: int) -> int:
 def memory_rate_of(request: Request) -> int:
     """Bytes a second that the memory of a request's device delivers at most; 0 if that is not known."""
     return int(_library(request.kind).memory_rate(request.device.index))
+
+
+def clusters_at_once(request: Request, launcher: Launcher, arch: str) -> int:
+    """How many of a kernel's clusters run at once on a request's device, in the context that was current when it was
+    first asked; 0 if there is no driver to ask, as for JAX's programs. Other contexts use the same plans: right
+    with any number, as clusters that wait for others draw tickets.
+
+    Raises BackendBuildError or DriverError.
+    """
+    return int(_library(request.kind).clusters_at_once(launcher, arch, request.device.index))
 
 
 def multiprocessors_of(request: Request) -> int:

@@ -74,6 +74,18 @@ def multiprocessors(index: int) -> int:
 
 
 @cache
+def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
+    """How many of a kernel's clusters run at once on the CUDA device ``index``, as its driver said when it was first
+    asked; 0 where there is no device to ask. Raises BackendBuildError or DriverError."""
+    if not torch.cuda.is_available():
+        return 0
+    if current_device() == index:
+        return launcher.clusters_at_once(index, arch)
+    with torch.cuda.device(index):
+        return launcher.clusters_at_once(index, arch)
+
+
+@cache
 def memory_rate(index: int) -> int:
     """Bytes a second that the memory of the CUDA device ``index`` delivers at most."""
     return driver().memory_rate(index)

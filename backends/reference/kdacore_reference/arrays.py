@@ -93,6 +93,16 @@ def cast(array: Array, dtype: Any) -> Array:
     return array if array.dtype == dtype else namespace(array).astype(array, dtype)
 
 
+def state_dtype(request: Request, inputs: Any, xp: Any) -> Any:
+    """dtype of every state of a call: that of those given, which NumPy may lack by name, or float32
+    (float64 for float64 inputs)."""
+    for name in ("initial_state", "write_pool"):
+        given = getattr(inputs, name, None)
+        if given is not None:
+            return given.dtype
+    return getattr(xp, request.state_dtype)
+
+
 def state_layout(state: Array, request: Request) -> Array:
     """``[.., K, V]`` to the caller's layout, or back."""
     return namespace(state).matrix_transpose(state) if request.state_v_first else state
@@ -151,6 +161,21 @@ def store(target: Array, where: Any, function: Callable[..., Array], *args: Arra
         return target.at[where].set(function(*args))
     function(*args, out=target[where])
     return target
+
+
+def without_float_errors(function: F) -> F:
+    """Decorator: NumPy computes as the other libraries do, giving infinity, zero or NaN without a
+    warning, whatever the caller's ``np.errstate`` asks for. An exponential that underflows is no
+    error here, and a call that raised half way would have written some of its results."""
+
+    @wraps(function)
+    def call(request: Request, *args: Any) -> Any:
+        if request.kind != "numpy":
+            return function(request, *args)
+        with np.errstate(all="ignore"):
+            return function(request, *args)
+
+    return typed(F, call)
 
 
 def overflow_to_inf(array: Array) -> AbstractContextManager[Any]:

@@ -16,10 +16,12 @@ from kdacore_reference.arrays import (
     device_of,
     fold_sum,
     namespace,
+    overflow_to_inf,
     plain,
     put,
     state_layout,
     store,
+    without_float_errors,
 )
 from kdacore_reference.chunk_forward import (
     BLOCKS,
@@ -32,7 +34,14 @@ from kdacore_reference.chunk_forward import (
     key_and_query,
     slab_tokens,
 )
-from kdacore_reference.gate import base_rows, beta_backward, gate_backward, qk_l2norm_backward
+from kdacore_reference.gate import (
+    SHRINK,
+    base_rows,
+    beta_backward,
+    gate_backward,
+    held_as,
+    qk_l2norm_backward,
+)
 from kdacore_reference.intra import KEYS, QUERIES, Carried, carry_decays
 from kdacore_reference.intra_backward import IntraGrads, interact_backward
 from kdacore_reference.slabs import (
@@ -52,6 +61,7 @@ from kdacore_reference.slabs import (
 )
 
 
+@without_float_errors
 def chunk_backward(
     request: Request, inputs: ChunkInputs, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
@@ -232,11 +242,12 @@ class BackwardRun:
         dlog = xp.reshape(dx.log_decay, (n, H * G, C, self.gate_width))
         dlog = masked(dlog, mask_of(slab, dlog))
         dg, dA = gate_backward(request, x.raw_g, *gate_slices(self.flat, unit), x.log_decay, dlog)
-        self.dg = scatter(self.dg, slab, unit.value_heads, dg)
+        self.dg = scatter(self.dg, slab, unit.value_heads, held_as(dg, self.dg.dtype))
         if self.inputs.A_log is not None and dA is not None:
             self.dA_parts[unit.number, slab.first_chunk] = xp.sum(xp.sum(dA, axis=-1), axis=-1)
         if self.inputs.dt_bias is not None:
-            self.dbias_parts[unit.number, slab.first_chunk] = xp.sum(dg, axis=-2)
+            scaled = dg * SHRINK if self.request.gate == "sigmoid" else dg
+            self.dbias_parts[unit.number, slab.first_chunk] = xp.sum(scaled, axis=-2)
 
     def _total(self, parts: dict[tuple[int, int], Array], width: tuple[int, ...]) -> Array:
         """The sum over sequences of the sums of their blocks' parts, last chunk first: later tokens
@@ -252,6 +263,13 @@ class BackwardRun:
                         where = (unit.sequences[i - blocks.start].n, unit.value_heads)
                         total = put(total, where, total[where] + part[i, ...])
         return fold_sum(total)
+
+    def _bias_grad(self, bias: Array) -> Array:
+        total = self._total(self.dbias_parts, (self.gate_width,))
+        if self.request.gate == "sigmoid":
+            with overflow_to_inf(total):
+                total = total * (1.0 / SHRINK)
+        return held_as(self.xp.reshape(total, bias.shape), bias.dtype)
 
     def results(self) -> InputGrads:
         request, inputs, xp = self.request, self.inputs, self.xp
@@ -269,6 +287,6 @@ class BackwardRun:
             g=like(self.dg, inputs.g),
             beta=like(dbeta, inputs.beta),
             A_log=None if A_log is None else like(self._total(self.dA_parts, ()), A_log),
-            dt_bias=None if bias is None else like(self._total(self.dbias_parts, (self.gate_width,)), bias),
+            dt_bias=None if bias is None else self._bias_grad(bias),
             initial_state=None if state is None else like(state_layout(self.dstate, request), state),
         )

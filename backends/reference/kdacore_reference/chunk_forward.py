@@ -29,8 +29,11 @@ from kdacore_reference.arrays import (
     namespace,
     plain,
     put,
+    state_dtype,
     state_layout,
     store,
+    without_float_errors,
+    write_rows,
 )
 from kdacore_reference.gate import base_rows, beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
 from kdacore_reference.intra import KEYS, QUERIES, Intra, interact
@@ -192,22 +195,24 @@ class Saved(NamedTuple):
     """``[chunks, HV, C, C]``: of :class:`~kdacore_reference.intra.Intra`."""
 
 
+@without_float_errors
 def chunk_forward(request: Request, inputs: ChunkInputs) -> Outputs:
     """The forward of :class:`~kdacore.types.ChunkInputs`; ``saved`` is a :class:`Saved` when
     gradients are wanted."""
     run = ForwardRun(request, inputs, save=request.needs_grad)
     run.run()
     o = plain(run.xp.reshape(run.o, (request.B, request.T, request.HV, request.V)))
+    o = cast(o, plain(inputs.v).dtype)
+    checkpoints = run.checkpoints() if request.checkpoint_every else None
+    final = run.final_state() if request.output_final_state and not request.inplace_state else None
+    rows = run.pool_rows() if request.inplace_state else []
+    # The caller's arrays are written last, with values that are there: what fails before has changed none.
     o = write_output(inputs, o, last_row(request, run.given))
-    pool = run.write_pool() if request.inplace_state else None
-    final = None
-    if request.output_final_state:
-        final = pool if request.inplace_state else run.final_state()
+    if request.inplace_state:
+        pool = run.write_pool(rows)
+        final = pool if request.output_final_state else None
     return Outputs(
-        o=o,
-        final_state=final,
-        checkpoints=run.checkpoints() if request.checkpoint_every else None,
-        saved=tuple(run.saved) if run.save else (),
+        o=o, final_state=final, checkpoints=checkpoints, saved=tuple(run.saved) if run.save else ()
     )
 
 
@@ -366,18 +371,24 @@ class ForwardRun:
         )
 
     def _state_dtype(self) -> Any:
-        given = self.inputs.initial_state
-        return getattr(self.xp, self.request.state_dtype) if given is None else given.dtype
+        return state_dtype(self.request, self.inputs, self.xp)
 
-    def write_pool(self) -> Array:
-        """The caller's pool with the final states and the checkpoints at chosen tokens; for JAX an
-        updated one."""
-        from kdacore_reference.states import write_states
+    def pool_rows(self) -> list[tuple[Any, Array]]:
+        """What the pool is to hold: the final states and the checkpoints at chosen tokens, each as
+        row numbers and values as the pool has them."""
+        from kdacore_reference.states import states_of_pool
 
-        pool = getattr(self.inputs, self.request.written_pool)
-        pool = write_states(self.request, pool, self.rows.final, self.final)
+        found = [(self.rows.final, states_of_pool(self.request, self.inputs, self.final))]
         if self.pool_checkpoints:
-            pool = write_states(self.request, pool, self.rows.checkpoints, self.pool_checkpoints.states())
+            states = self.pool_checkpoints.states()
+            found.append((self.rows.checkpoints, states_of_pool(self.request, self.inputs, states)))
+        return found
+
+    def write_pool(self, rows: list[tuple[Any, Array]]) -> Array:
+        """The caller's pool with these rows written; for JAX an updated one."""
+        pool = getattr(self.inputs, self.request.written_pool)
+        for numbers, states in rows:
+            pool = write_rows(pool, numbers, states)
         return pool
 
     def final_state(self) -> Array:

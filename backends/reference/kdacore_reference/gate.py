@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kdacore.types import Array, GateGrads, GateInputs, Request
 from kdacore_reference.arrays import (
     cast,
@@ -14,9 +16,16 @@ from kdacore_reference.arrays import (
     overflow_to_inf,
     plain,
     store,
+    without_float_errors,
 )
 
 L2NORM_EPS = 1e-6
+LARGEST = float(np.finfo(np.float32).max)
+"""What ``exp(A_log)``, log decays and the gate's gradients are held to, in float64 too."""
+_SMALLEST_RATE = float(np.finfo(np.float32).tiny)
+_LARGEST_OF = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+SHRINK = 2.0**-24
+"""Factor of the terms of sums over tokens, so that the largest of them do not overflow."""
 
 
 def one_plus_exp(x: Array) -> Array:
@@ -35,6 +44,33 @@ def softplus(x: Array) -> Array:
     """``log(1 + exp(x))`` without overflow."""
     xp = namespace(x)
     return xp.where(x > 0, x, xp.zeros_like(x)) + xp.log1p(xp.exp(-xp.abs(x)))
+
+
+def held(x: Array, largest: float = LARGEST) -> Array:
+    """``x`` with at most ``largest`` in size; NaN stays."""
+    return namespace(x).clip(x, -largest, largest)
+
+
+def held_as(x: Array, dtype: Any) -> Array:
+    """``x`` as ``dtype``, where it is finite or NaN."""
+    largest = _LARGEST_OF.get(str(dtype).rpartition(".")[2], LARGEST)
+    return cast(held(x, largest), dtype)
+
+
+def _rate_times(a: Array, x: Array, log1p: bool) -> Array:
+    """``a softplus(x)``, or ``a sigmoid(x)``; perhaps infinite.
+
+    Where ``exp(x)`` is no normal float32 a large rate still makes something of it: of its root, twice.
+    """
+    xp = namespace(x)
+    x = xp.clip(x, max=LARGEST)  # a rate of 0 times this is 0
+    root = xp.exp(-0.5 * xp.abs(x))
+    low = (a * root) * root
+    if log1p:
+        high = a * (xp.where(x > 0, x, xp.zeros_like(x)) + xp.log1p(root * root))
+    else:
+        high = a * sigmoid(x)
+    return xp.where(x < -17.0, low, high)
 
 
 def qk_l2norm_scale(x: Array) -> Array:
@@ -77,11 +113,11 @@ def gate_forward(request: Request, g: Array, a: Array | None, bias: Array | None
     """
     if request.gate == "log":
         return g
-    x = g if bias is None else g + bias
-    if request.gate == "softplus":
-        y = -softplus(x)
-        return y if a is None else a * y
-    return _bound(request) / one_plus_exp(-x if a is None else x * -a)
+    with overflow_to_inf(g):
+        x = g if bias is None else g + bias
+        if request.gate == "softplus":
+            return held(-(softplus(x) if a is None else _rate_times(a, x, log1p=True)))
+        return _bound(request) / one_plus_exp(-x if a is None else held(x) * -a)
 
 
 def gate_backward(
@@ -97,35 +133,38 @@ def gate_backward(
     """
     if request.gate == "log":
         return dlog, None
-    x = g if bias is None else g + bias
-    if request.gate == "softplus":
-        dx = sigmoid(x)
-        dx *= -1.0 if a is None else -a
+    with overflow_to_inf(g):
+        x = g if bias is None else g + bias
+        if request.gate == "softplus":
+            dx = sigmoid(x) if a is None else _rate_times(a, x, log1p=False)
+            dx = held(dx * -dlog)
+            return dx, None if a is None else held(log_decay * dlog)
+        # The derivative of bound * s, where s is the sigmoid, is bound * s * (1 - s).
+        dx = log_decay * (-1.0 / _bound(request))
+        dx += 1.0
+        dx *= log_decay
         dx *= dlog
-        return dx, None if a is None else log_decay * dlog
-    # The derivative of bound * s, where s is the sigmoid, is bound * s * (1 - s).
-    dx = log_decay * (-1.0 / _bound(request))
-    dx += 1.0
-    dx *= log_decay
-    dx *= dlog
-    if a is None:
-        return dx, None
-    dx *= a
-    return dx, x * dx
+        if a is None:
+            return dx, None
+        dx = held(dx * a)
+        return dx, held(x) * dx
 
 
 def gate_parameters(
     request: Request, A_log: Array | None, dt_bias: Array | None, dtype: Any
 ) -> tuple[Any, Any]:
     """``exp(A_log)`` as ``[HV, 1]`` and ``dt_bias`` as ``[HV, K]``, both ``[HV]`` with a scalar
-    gate."""
+    gate; both finite, and the former 0 where it is no normal float32."""
     a = bias = None
     if A_log is not None:
         a = cast(A_log, dtype)
-        a = namespace(a).exp(a)
+        xp = namespace(a)
+        with overflow_to_inf(a):
+            a = xp.clip(xp.exp(a), max=LARGEST)
+        a = xp.where(a < _SMALLEST_RATE, xp.zeros_like(a), a)
         a = a if request.scalar_gate else a[:, None]
     if dt_bias is not None:
-        bias = cast(dt_bias, dtype)
+        bias = held(cast(dt_bias, dtype))
         if not request.scalar_gate:
             bias = namespace(bias).reshape(bias, (request.HV, -1))
     return a, bias
@@ -153,6 +192,7 @@ def _bound(request: Request) -> float:
     return request.lower_bound
 
 
+@without_float_errors
 def kda_gate_forward(request: Request, inputs: GateInputs) -> Array:
     """Natural-log decay, shaped like ``g``, float32 (float64 for float64 inputs)."""
     xp = namespace(inputs.g)
@@ -162,6 +202,7 @@ def kda_gate_forward(request: Request, inputs: GateInputs) -> Array:
     return xp.asarray(log_decay, copy=True) if log_decay is inputs.g else log_decay
 
 
+@without_float_errors
 def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> GateGrads:
     """Gradients of ``g``, ``A_log`` and ``dt_bias``, each shaped and typed like its input."""
     xp = namespace(inputs.g)
@@ -172,17 +213,24 @@ def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> Gate
     dg, dA = gate_backward(request, g, *parameters, log_decay, cast(dlog, dtype))
     A_log, bias = inputs.A_log, inputs.dt_bias
     if dA is not None and not request.scalar_gate:
-        dA = xp.sum(dA, axis=-1)
+        dA = xp.sum(dA * _CHANNELS, axis=-1)
     return GateGrads(
-        g=cast(dg, plain(inputs.g).dtype),
-        A_log=None if A_log is None else _total(dA, A_log),
+        g=held_as(dg, plain(inputs.g).dtype),
+        A_log=None if A_log is None else _total(dA, A_log, 1.0 if request.scalar_gate else _CHANNELS),
         dt_bias=None if bias is None else _total(dg, bias),
     )
 
 
-def _total(per_token: Array, like: Array) -> Array:
+_CHANNELS = 2.0**-16
+"""As SHRINK, for the sum over channels."""
+
+
+def _total(per_token: Array, like: Array, factor: float = 1.0) -> Array:
     """The sum over batch and tokens, in an order that later tokens without a gradient do not
-    change."""
+    change. ``factor``: what the terms have been multiplied by."""
     xp = namespace(per_token)
-    summed = fold_sum(fold_sum(xp.permute_dims(per_token, (1, 0, *range(2, per_token.ndim)))))
-    return cast(xp.reshape(summed, like.shape), like.dtype)
+    scaled = per_token * SHRINK
+    summed = fold_sum(fold_sum(xp.permute_dims(scaled, (1, 0, *range(2, scaled.ndim)))))
+    with overflow_to_inf(summed):
+        summed = summed * (1.0 / SHRINK / factor)
+    return held_as(xp.reshape(summed, like.shape), like.dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from kdacore.contract.state_rows import StateRows
+from kdacore.contract.state_rows import ZEROS, StateRows
 from kdacore.types import Array, Outputs, RecurrentInputs, Request
 from kdacore_reference.arrays import (
     cast,
@@ -17,11 +17,14 @@ from kdacore_reference.arrays import (
     index_array,
     plain,
     put,
+    state_dtype,
     state_layout,
+    without_float_errors,
+    write_rows,
 )
 from kdacore_reference.gate import beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
 from kdacore_reference.slabs import Sequence, last_row, sequences_of, write_output
-from kdacore_reference.states import checked_state_rows, read_states, with_slots, write_states
+from kdacore_reference.states import checked_state_rows, read_states, states_of_pool, with_slots
 
 
 class RecurrentPlan(NamedTuple):
@@ -51,6 +54,7 @@ def plan_recurrent(sequences: list[Sequence]) -> RecurrentPlan:
     return RecurrentPlan(by_length, rows, active)
 
 
+@without_float_errors
 def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``.
 
@@ -70,10 +74,14 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     S = read_states(request, inputs, starts, compute_dtype(xp, request))
     writes = _StateWrites(request, inputs, plan, rows)
     S, o = run_tokens(request, inputs, plan, S, writes.after_token)
-    o = xp.reshape(o, (request.B, request.T, request.HV, request.V))
+    o = cast(xp.reshape(o, (request.B, request.T, request.HV, request.V)), plain(inputs.v).dtype)
+    final = writes.final_state(S)
+    # The caller's arrays are written last, with values that are there: what fails before has changed none.
     o = write_output(inputs, o, last_row(request, sequences))
-    final = writes.finish(S)
-    return Outputs(o=o, final_state=final if request.output_final_state else None)
+    if request.inplace_state:
+        pool = writes.write_pool()
+        final = pool if request.output_final_state else None
+    return Outputs(o=o, final_state=final)
 
 
 def run_tokens(
@@ -144,34 +152,43 @@ def run_tokens(
 
 
 class _StateWrites:
-    """Writes the states: not at all, to a new array, or to rows of the caller's."""
+    """Keeps the states that are written: those of a new array, or of rows of the caller's."""
 
     def __init__(
         self, request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, rows: StateRows
     ) -> None:
-        self.request = request
-        self.like = inputs.initial_state
-        self.target = getattr(inputs, request.written_pool)
+        self.request, self.inputs = request, inputs
         self.numbers = [s.n for s in plan.sequences]
         self.rows = rows
+        self.pending: list[tuple[list[int], Array]] = []
+        """Row numbers of the pool, and what they are to hold."""
 
     def _states(self, S: Array) -> Array:
         return array_namespace(S).reshape(S, (-1, self.request.HV, self.request.K, self.request.V))
 
+    def _keep(self, rows: list[int], S: Array) -> None:
+        if max(rows, default=ZEROS) != ZEROS:
+            self.pending.append((rows, states_of_pool(self.request, self.inputs, self._states(S))))
+
     def after_token(self, t: int, n: int, S: Array) -> None:
         if self.rows.per_token is not None:
-            rows = [int(self.rows.per_token[number, t]) for number in self.numbers[:n]]
-            self.target = write_states(self.request, self.target, rows, self._states(S))
+            self._keep([int(self.rows.per_token[number, t]) for number in self.numbers[:n]], S)
 
-    def finish(self, S: Array) -> Array | None:
-        """Write the final states that are not written yet. Returns the array for ``final_state``."""
+    def final_state(self, S: Array) -> Array | None:
+        """The array for ``final_state`` that is no pool; the states for a pool are kept."""
         if self.request.inplace_state:
-            rows = [int(self.rows.final[n]) for n in self.numbers]
-            return write_states(self.request, self.target, rows, self._states(S))
+            self._keep([int(self.rows.final[n]) for n in self.numbers], S)
+            return None
         if not self.request.output_final_state:
             return None
         xp = array_namespace(S)
         positions = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i])
         ordered = xp.take(state_layout(self._states(S), self.request), index_array(positions, S), axis=0)
-        dtype = getattr(xp, self.request.state_dtype, None) if self.like is None else self.like.dtype
-        return cast(ordered, dtype)
+        return cast(ordered, state_dtype(self.request, self.inputs, xp))
+
+    def write_pool(self) -> Array:
+        """The caller's pool with the states that were kept; for JAX an updated one."""
+        pool = getattr(self.inputs, self.request.written_pool)
+        for rows, states in self.pending:
+            pool = write_rows(pool, rows, states)
+        return pool

@@ -26,11 +26,13 @@ from kdacore_reference.arrays import (
     dense,
     device_of,
     index_array,
+    overflow_to_inf,
     plain,
     put,
     state_layout,
+    without_float_errors,
 )
-from kdacore_reference.gate import gate_forward, gate_parameters
+from kdacore_reference.gate import LARGEST, gate_forward, gate_parameters
 from kdacore_reference.intra import interact
 from kdacore_reference.slabs import sequences_of
 
@@ -74,6 +76,8 @@ def chunk_grid(request: Request, inputs: Any, like: Array) -> ChunkGrid:
                 rows.append(s.start + start + min(i, size - 1))
                 real.append(i < size)
         slots += range(base, base + count)
+    if not slots:  # all sequences are empty: one chunk of padding, as no array may be without elements
+        rows, real, slots = [0] * C, [False] * C, [0]
     xp = array_namespace(like)
     flags = xp.reshape(xp.asarray(np.asarray(real, dtype=bool), device=device_of(like)), (-1, C))
     return ChunkGrid(index_array(rows, like), flags, first, slots, of_sequence, C)
@@ -120,16 +124,21 @@ def _flat_heads(array: Array) -> Array:
     return xp.reshape(array, (array.shape[0], -1, *array.shape[3:]))
 
 
+@without_float_errors
 def kda_chunk_gate(request: Request, inputs: ChunkGateInputs) -> Array:
-    """``gc`` ``[B, T, HV, K]``: log2 decay summed from each chunk's first row, inclusive."""
+    """``gc`` ``[B, T, HV, K]``: log2 decay summed from each chunk's first row, inclusive, at least
+    ``-LARGEST``."""
     xp = array_namespace(inputs.g)
     dtype = compute_dtype(xp, request)
     grid = chunk_grid(request, inputs, inputs.g)
     parameters = gate_parameters(request, inputs.A_log, inputs.dt_bias, dtype)
-    log_decay = gate_forward(request, cast(inputs.g, dtype), *parameters) * LOG2E
-    return _paste(xp.cumulative_sum(_cut(log_decay, grid, dtype), axis=2), grid, request)
+    log_decay = gate_forward(request, cast(inputs.g, dtype), *parameters)
+    with overflow_to_inf(log_decay):
+        sums = xp.cumulative_sum(_cut(log_decay * LOG2E, grid, dtype), axis=2)
+    return _paste(xp.clip(sums, min=-LARGEST), grid, request)
 
 
+@without_float_errors
 def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     """``Aqk`` and ``Akk`` ``[B, T, HV, C]``; differences of ``gc`` between neighbours, so nothing
     overflows."""
@@ -150,6 +159,7 @@ def kda_chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     )
 
 
+@without_float_errors
 def kda_recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
     """``w = Akk (beta k 2^gc)``, ``u = Akk (beta v)``, ``kg = k 2^(gc_last - gc)`` and
     ``qg = q 2^gc``."""
@@ -174,6 +184,7 @@ def kda_recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOut
     )
 
 
+@without_float_errors
 def delta_rule_chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs:
     """``h`` ``[B, NT, HV, K, V]`` at each chunk's start, ``v_new = u - w h`` and the final states."""
     xp = array_namespace(inputs.kg)
@@ -204,6 +215,7 @@ def delta_rule_chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkS
     )
 
 
+@without_float_errors
 def kda_chunk_output(request: Request, inputs: ChunkOutputInputs) -> Array:
     """``o = scale (q 2^gc) h + Aqk v_new`` ``[B, T, HV, V]``, in the dtype of ``v_new``."""
     xp = array_namespace(inputs.q)

@@ -17,7 +17,6 @@ from kdacore_reference.arrays import (
     put,
     state_layout,
     to_int64,
-    write_rows,
 )
 from kdacore_reference.slabs import Sequence
 
@@ -77,9 +76,6 @@ def read_states(request: Request, inputs: Any, rows: Several[int], dtype: Any) -
     return states
 
 
-def write_states(request: Request, pool: Array, rows: Several[int], states: Array) -> Array:
-    """The pool with ``states`` ``[n, HV, K, V]`` in these rows, those that are ``ZEROS`` left out.
-
-    NumPy and torch arrays are written in place and returned. For JAX an updated array is returned.
-    """
-    return write_rows(pool, rows, state_layout(states, request))
+def states_of_pool(request: Request, inputs: Any, states: Array) -> Array:
+    """``states`` ``[n, HV, K, V]`` in the layout and dtype of the pool that the call writes."""
+    return cast(state_layout(states, request), getattr(inputs, request.written_pool).dtype)

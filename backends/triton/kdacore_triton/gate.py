@@ -51,11 +51,17 @@ def backward(request: Request, inputs: GateInputs, dlog: torch.Tensor) -> GateGr
         (spans, cdiv(cols, _COLS), 1),
         g, A_log, dt_bias, dlog.contiguous(), dg, drate, dbias, rows, cols, channels, span,
         request.lower_bound or 0.0,
-        GATE=GATES[request.gate], R=_ROWS, BC=_COLS, num_warps=4,
+        GATE=GATES[request.gate], R=_ROWS, BC=_COLS, MOST=torch.finfo(g.dtype).max, num_warps=4,
     )  # fmt: skip
-    dA = None if drate is None else drate.view(spans, request.HV, channels).sum((0, 2)).to(A_log.dtype)
-    db = None if dbias is None else dbias.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
+    dA = None if drate is None else _total(drate.view(spans, request.HV, channels), (0, 2), A_log)
+    db = None if dbias is None else _total(dbias, (0,), dt_bias)
     return GateGrads(dg.to(g.dtype), dA, db)
+
+
+def _total(partial: torch.Tensor, axes: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """The sum of the spans' sums, held to the largest finite number. float64 does not overflow on the way."""
+    limit = torch.finfo(like.dtype).max
+    return partial.sum(axes, dtype=torch.float64).clamp_(-limit, limit).view(like.shape).to(like.dtype)
 
 
 def _partial(parameter: torch.Tensor | None, spans: int, cols: int) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdacore.arrays.torch.modes import as_given, refuse_wrapped
+from kdacore.arrays.torch.tensor_views import resolved
 from kdacore.errors import UnsupportedError
 from kdacore.types import OutputGrads
 
@@ -60,8 +61,14 @@ def backward_of(
 ) -> list[Any]:
     """The backend's backward of a whole op: one gradient for each array, None where none is ``needed``."""
     with torch.no_grad(), as_given(arrays[0]):
-        grads = plan.backward(plan.inputs(*arrays), saved, OutputGrads(do, dstate))
+        given = OutputGrads(_resolved(do), _resolved(dstate))
+        held = plan.inputs(*[_resolved(x) for x in arrays])  # a hook may have returned what it liked
+        grads = plan.backward(held, tuple([_resolved(x) for x in saved]), given)
     return _returned(grads, arrays, needed)
+
+
+def _resolved(x: Any) -> Any:
+    return resolved(x) if isinstance(x, torch.Tensor) else x
 
 
 class GateFunction(torch.autograd.Function):
@@ -79,7 +86,7 @@ class GateFunction(torch.autograd.Function):
         refuse_wrapped(ctx.plan.request.op, (dlog,))
         arrays, plan = ctx.saved_tensors, ctx.plan
         with torch.no_grad(), as_given(arrays[0]):
-            grads = plan.backward(plan.inputs(*arrays), dlog)
+            grads = plan.backward(plan.inputs(*[_resolved(x) for x in arrays]), resolved(dlog))
         return None, *_returned(grads, arrays, ctx.needs_input_grad[1:])
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kdacore import device as probes
 from kdacore.arrays.base import ADAPTERS
 from kdacore.arrays.torch.fast_path import tensor_test
-from kdacore.arrays.torch.modes import (
-    as_given,
-    autocasts,
-    refuse_subclasses,
-    refuse_transforms,
-)
-from kdacore.ops import OPS
+from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
+from kdacore.arrays.torch.tensor_views import PLAIN, refuse_subclasses, resolve
+from kdacore.errors import ContractError
+from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Device, FastCall, GateInputs, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ _DTYPES = {
     torch.int64: "int64",
     torch.bool: "bool",
 }
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -44,8 +41,7 @@ class _TorchAdapter:
     immutable = False
     knows_grad = True
 
-    def __init__(self, through_operators: bool) -> None:
-        self.through_operators = through_operators
+    def __init__(self) -> None:
         self.array_test = tensor_test
         self.fast_path: Any = None
 
@@ -57,8 +53,19 @@ class _TorchAdapter:
 
     def refuse(self, op: str, arrays: tuple[Any, ...]) -> None:
         refuse_transforms(op, arrays)
-        if any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in arrays):
+        if any(isinstance(x, torch.Tensor) and type(x) not in PLAIN for x in arrays):
             refuse_subclasses(op, OPS[op].arrays, arrays)
+
+    def admit(
+        self, opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[bool, tuple[Any, ...]]:
+        refuse_transforms(opdef.name, arrays)
+        if _hold_their_values(arrays):
+            return False, arrays
+        by_dispatcher = any(isinstance(x, torch.Tensor) and type(x) not in PLAIN for x in arrays)
+        if by_dispatcher:
+            refuse_subclasses(opdef.name, opdef.arrays, arrays)
+        return by_dispatcher, resolve(opdef.name, opdef.arrays, arrays, opdef.written(arrays, options))
 
     def key(self, inputs: tuple[Any, ...]) -> Hashable | None:
         # Each attribute is a call into C, and a decode step has ten tensors: without grad mode nobody asks for one.
@@ -93,8 +100,28 @@ class _TorchAdapter:
     def obstacle(self, op: str, x: Any) -> tuple[str, str] | None:
         return None
 
+    def unreadable(self, x: Any) -> tuple[str, str] | None:
+        if x.is_nested:  # which has no shape
+            return "a nested tensor", "a tensor; sequences of a pack follow one another in it"
+        return None
+
+    def unwritable(self, x: Any) -> tuple[str, str] | None:
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            return (
+                "a tensor made in inference mode",
+                "a clone of it, or the call inside torch.inference_mode()",
+            )
+        return None
+
+    def check_saved(self, request: Request, inputs: Any) -> None:
+        for i, x in enumerate(inputs):
+            if x is not None and type(x) is not np.ndarray and x.is_inference():
+                name = inputs._fields[i]
+                want = "a clone of it: a call that needs gradients saves it for the backward"
+                raise ContractError(request.op, name, "a tensor made in inference mode", want)
+
     def is_traced(self, x: Any) -> bool:
-        return type(x) not in _PLAIN
+        return type(x) not in PLAIN
 
     def needs_grad(self, inputs: tuple[Any, ...]) -> bool:
         return _grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
@@ -104,6 +131,8 @@ class _TorchAdapter:
         return host.double().numpy() if host.is_floating_point() else host.numpy()
 
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        if x.layout is not torch.strided or is_wrapped(x):  # it has no address of its own
+            return None
         address = x.data_ptr()
         if not address:  # no elements, or none that exist (the meta device)
             return None
@@ -117,6 +146,20 @@ class _TorchAdapter:
 
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _runner(plan, inputs)(plan, inputs)
+
+
+def _hold_their_values(arrays: tuple[Any, ...]) -> bool:
+    """Are they plain tensors whose values are in their memory? Asked of every call that is not recognised, so in one
+    pass. False also where that is not known so fast: of empty tensors and those on the meta device."""
+    try:
+        for x in arrays:
+            if x is not None and (type(x) not in PLAIN or x.is_neg() or not x.data_ptr()):
+                return False
+    except (
+        RuntimeError
+    ):  # there is no memory to point to: a sparse tensor, or one of a transform that has ended
+        return False
+    return True
 
 
 def _runner(plan: Plan, inputs: Any) -> Run:
@@ -140,15 +183,15 @@ def _run_as_given(plan: Plan, inputs: Any) -> Any:
         return _run(plan, inputs)
 
 
-TORCH = _TorchAdapter(through_operators=False)
-TORCH_SUBCLASS = _TorchAdapter(through_operators=True)
+TORCH = _TorchAdapter()
+TORCH_SUBCLASS = _TorchAdapter()
 """For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 
 
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:
     """The adapter of a tensor or of a tensor subclass."""
-    return TORCH if type(x) in _PLAIN else TORCH_SUBCLASS
+    return TORCH if type(x) in PLAIN else TORCH_SUBCLASS
 
 
 # Last: other threads' calls find the adapter from here on, and need all that is above.
-ADAPTERS.update(dict.fromkeys(_PLAIN, TORCH))
+ADAPTERS.update(dict.fromkeys(PLAIN, TORCH))

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from kdacore import plugin_faults
 from kdacore.arrays.base import Plan
 from kdacore.arrays.torch import fast_path
 from kdacore.arrays.torch.autograd import backward_of
-from kdacore.arrays.torch.modes import is_wrapped, refuse_wrapped
+from kdacore.arrays.torch.modes import is_readable, is_wrapped, refuse_wrapped
+from kdacore.errors import PluginError
 from kdacore.types import FastCall, FastGradients, InputGrads, Request
 
 _COUNT = len(InputGrads._fields)
@@ -36,7 +38,11 @@ def fast_gradients(plan: Plan, request: Request, inputs: Any) -> FastCall | None
     wanted = tuple([x is not None and x.requires_grad for x in inputs[:_COUNT]])
     make = plan.impl.fast_gradients
     found = None if make is None else make(request, inputs, wanted)
-    return None if found is None else _Joined(plan, found, inputs, wanted).call
+    if found is None:
+        return None
+    if not (isinstance(found, tuple) and len(found) == 2 and all(map(callable, found))):
+        raise PluginError(f"returned {type(found).__name__}; wanted kdacore.types.FastGradients or None")
+    return _Joined(plan, FastGradients(*found), inputs, wanted).call
 
 
 class _Joined:
@@ -44,7 +50,8 @@ class _Joined:
 
     def __init__(self, plan: Plan, found: FastGradients, inputs: Any, wanted: tuple[bool, ...]) -> None:
         self.plan, self.wanted = plan, wanted
-        self.forward, self.backward = found
+        self.forward: Callable[..., Any] = self._checked_first(found.forward)
+        self.backward = found.backward
         given = [i for i, x in enumerate(inputs) if x is not None]
         self.count = len(given)
         self.given = itemgetter(*given)
@@ -67,9 +74,21 @@ class _Joined:
 
         self.call = call
 
+    def _checked_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, whose results are held to the request until they fit once; then it takes this one's place."""
+
+        def first(arrays: tuple[Any, ...]) -> Any:
+            results = forward(arrays)
+            if results is not None:
+                self.plan.check_fast_results(arrays, results, saves=True)
+                self.forward = forward
+            return results
+
+        return first
+
     def may_differ(self, kept: tuple[Any, ...]) -> bool:
         """Whether saved tensors may be laid out otherwise than when they were saved, as a hook may return them."""
-        if self.layouts is None or any(type(x) not in _PLAIN or is_wrapped(x) for x in kept):
+        if self.layouts is None or any(type(x) not in _PLAIN or not is_readable(x) for x in kept):
             return True
         if [_layout(x) for x in kept] != self.layouts:
             return True
@@ -102,6 +121,7 @@ class FastFunction(torch.autograd.Function):
         return results[:3]
 
     @staticmethod
+    @plugin_faults.guarded
     def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
         if _is_tracing():
             return _untraced(ctx, do, dstate)
@@ -111,15 +131,21 @@ class FastFunction(torch.autograd.Function):
         arrays = joined.spread((*kept[:count], None))
         if (
             not _grad_enabled()
-            and (do is None or (type(do) is _Tensor and not is_wrapped(do)))
-            and (dstate is None or (type(dstate) is _Tensor and not is_wrapped(dstate)))
+            and (do is None or (type(do) is _Tensor and is_readable(do)))
+            and (dstate is None or (type(dstate) is _Tensor and is_readable(dstate)))
             and (joined.same_layouts(*kept) or not joined.may_differ(kept))
         ):
-            grads = joined.backward(arrays, kept[count:], do, dstate)
+            try:
+                grads = joined.backward(arrays, kept[count:], do, dstate)
+            except BaseException as error:
+                joined.plan.failed("fast backward", error)
+                raise
             if grads is not None:
                 if not joined.checked:
-                    plan = joined.plan
-                    plan.check_gradients(plan.inputs(*arrays), InputGrads(*grads), joined.wanted)
+                    plan, whole = joined.plan, isinstance(grads, tuple) and len(grads) == _COUNT
+                    plan.check_gradients(
+                        plan.inputs(*arrays), InputGrads(*grads) if whole else grads, joined.wanted
+                    )
                     joined.checked = True
                 return joined.results((*grads, None))
         refuse_wrapped(joined.plan.request.op, (do, dstate))

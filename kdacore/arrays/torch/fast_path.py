@@ -42,7 +42,16 @@ def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
     # Dual tensors look like others to the check, and it ends the process at a nested tensor, whose sizes raise in C++.
     nested = " or ".join(f"{name}.is_nested" for name in arrays)
+    # A tensor made in inference mode has the keys outside that a plain one has inside, and must not be written there.
+    mode = torch.is_inference_mode_enabled()
+    if mode and any(name in WRITABLE_ARGUMENTS and not x.is_inference() for name, x in arrays.items()):
+        same += "inference_mode() and "
     test = f"{same}forward_ad._current_level < 0 and not ({nested}) and check({', '.join(arrays)})"
     if any(x.requires_grad for x in arrays.values()):  # otherwise the mode decides nothing
         test = f"grad_enabled() is {torch.is_grad_enabled()} and {test}"
-    return test, {"check": guards.check, "forward_ad": forward_ad, "grad_enabled": torch.is_grad_enabled}
+    return test, {
+        "check": guards.check,
+        "forward_ad": forward_ad,
+        "grad_enabled": torch.is_grad_enabled,
+        "inference_mode": torch.is_inference_mode_enabled,
+    }

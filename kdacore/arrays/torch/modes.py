@@ -7,12 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from kdacore.errors import ContractError, UnsupportedError
-from kdacore.ops import HOST_ARGUMENTS
+from kdacore.errors import UnsupportedError
 
 _UNCHANGED: AbstractContextManager[Any] = nullcontext()
 _can_autocast = functools.cache(torch.amp.is_autocast_available)
@@ -49,6 +46,11 @@ def is_wrapped(x: torch.Tensor) -> bool:
     return bool(_is_functorch_tensor(x) or _is_batched_gradient(x))
 
 
+def is_readable(x: torch.Tensor) -> bool:
+    """Are its values in its memory: is it neither wrapped, nor a lazily negated view, nor zeros without memory?"""
+    return not (_is_functorch_tensor(x) or _is_batched_gradient(x) or x.is_neg() or x._is_zerotensor())
+
+
 def _transform_error(op: str) -> UnsupportedError:
     return UnsupportedError(
         op,
@@ -69,24 +71,6 @@ def refuse_tangents(op: str, arrays: tuple[Any, ...]) -> None:
         for x in arrays
     ):
         raise UnsupportedError(op, f"forward-mode AD is not supported: {_BACKWARD}", {})
-
-
-def refuse_subclasses(op: str, names: tuple[str, ...], arrays: tuple[Any, ...]) -> None:
-    """Tensor subclasses that torch's own dispatcher would fail at, with an error that names no argument.
-
-    Raises:
-        ContractError: a parameter without a shape yet; a real tensor among fake ones.
-    """
-    given = [(name, x) for name, x in zip(names, arrays, strict=True) if isinstance(x, torch.Tensor)]
-    for name, x in given:
-        if isinstance(x, UninitializedTensorMixin):
-            raise ContractError(op, name, f"a {type(x).__name__}", "a tensor that has a shape")
-    fake = next(((name, x) for name, x in given if isinstance(x, FakeTensor)), None)
-    if fake is None or fake[1].fake_mode.allow_non_fake_inputs:
-        return
-    for name, x in given:
-        if not isinstance(x, FakeTensor) and name not in HOST_ARGUMENTS:
-            raise ContractError(op, name, "a tensor with values", f"a fake tensor, as {fake[0]} is")
 
 
 def autocasts(x: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from kdacore.testing.checks.causality import (
 )
 from kdacore.testing.checks.gradients import gradients, recomputed_gradients
 from kdacore.testing.checks.graphs import graph
+from kdacore.testing.checks.nan_containment import gradient_nan_containment, nan_containment
 from kdacore.testing.checks.pool import pool
 from kdacore.testing.checks.refusal import refusal
 from kdacore.testing.checks.repeat import determinism, gradient_determinism
@@ -42,4 +43,6 @@ CHECKS: dict[str, Check] = {
     "gradient_determinism": gradient_determinism,
     "batch_invariance": batch_invariance,
     "gradient_batch_invariance": gradient_batch_invariance,
+    "nan_containment": nan_containment,
+    "gradient_nan_containment": gradient_nan_containment,
 }

@@ -12,6 +12,7 @@ from kdacore.arrays import adapter_of
 from kdacore.calls.arrays import host_values, rows_of
 from kdacore.selfcheck.bounds import Quantity, bound
 from kdacore.testing.cases import Case
+from kdacore.testing.checks.memory import check_memory
 from kdacore.testing.compare import Findings, bits, to_float64
 from kdacore.testing.expected import expected
 from kdacore.testing.poisoned_arrays import Placed, arrays, place
@@ -33,6 +34,7 @@ def accuracy(case: Case, findings: Findings) -> None:
     for p in placed.values():
         p.check(findings, written=p.name == "out")
     check_out(case, placed, results, findings)
+    check_memory(case, placed, results, findings)
     if case.kind == "torch":
         given = {id(p.view) for p in placed.values()}
         check_changeable({n: x for n, x in results.items() if id(x) not in given}, findings)

@@ -10,6 +10,7 @@ from kdacore.calls.arrays import Values, host_values, rows_of
 from kdacore.contract.state_rows import ZEROS
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_out, check_result, result_bound
+from kdacore.testing.checks.memory import check_memory
 from kdacore.testing.compare import Findings, bits, to_float64
 from kdacore.testing.expected import expected
 from kdacore.testing.poisoned_arrays import Placed, arrays, place
@@ -42,6 +43,7 @@ def check_pool(
     for p in placed.values():
         p.check(findings, written=p.name in (target, "out"))
     check_out(case, placed, results, findings)
+    check_memory(case, placed, results, findings)
     want = expected(case)
     check_result(case, "o", results["o"], want["o"], findings)
     if target:

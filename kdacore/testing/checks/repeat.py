@@ -8,6 +8,7 @@ from typing import Any
 
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
+from kdacore.testing.checks.memory import check_memory
 from kdacore.testing.compare import Findings, bits
 from kdacore.testing.expected import weights
 from kdacore.testing.poisoned_arrays import arrays, place
@@ -18,16 +19,26 @@ REPEATS = 3
 
 def determinism(case: Case, findings: Findings) -> None:
     """Forward results of the same inputs, several times, in fresh memory."""
+
+    def call(of: Case) -> dict[str, Any]:
+        placed = place(of)
+        results = forward(of, arrays(placed))
+        check_memory(of, placed, results, findings)
+        return results
+
     with watched(case, findings):
-        _measure(case, findings, lambda call: forward(call, arrays(place(call))))
+        _measure(case, findings, call)
 
 
 def gradient_determinism(case: Case, findings: Findings) -> None:
     """Gradients of the same inputs, several times."""
 
     def call(of: Case) -> dict[str, Any]:
-        results, found = run(of, place(of), place_weights(of, weights(of)), findings)
-        return {**results, **{f"gradient of {n}": x for n, x in found.items()}}
+        placed = place(of)
+        results, found = run(of, placed, place_weights(of, weights(of)), findings)
+        named = {**results, **{f"gradient of {n}": x for n, x in found.items()}}
+        check_memory(of, placed, named, findings)
+        return named
 
     _measure(case, findings, call)
 

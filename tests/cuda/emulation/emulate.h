@@ -62,6 +62,8 @@ inline void wait_for_inputs() {}
 inline void launch_dependents() {}
 inline void pause(u32) {}
 inline float exp2_fast(float x) { return emu::flush(exp2f(emu::flush(x))); }
+inline float min_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmin(x, y); }
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmax(x, y); }
 inline float reciprocal(float x) { return emu::flush(1.0f / emu::flush(x)); }
 inline float inverse_sqrt(float x) { return emu::flush(1.0f / sqrtf(emu::flush(x))); }
 inline u32 pack_bf16(float low, float high) { return emu::round_bf16(low) | emu::round_bf16(high) << 16; }
@@ -85,6 +87,7 @@ inline u32 warp_max(u32 x) {
   for (int lane = 0; lane < 32; ++lane) x = std::max(x, all[lane].w[0]);
   return x;
 }
+inline bool warp_any(bool x) { return warp_max((u32)x); }
 inline int uniform(int x) { return x; }
 
 template <class T>
@@ -103,6 +106,7 @@ inline void store_shared(u32 a, u32 x, u32 y, u32 z, u32 w, KDA_SITE) { store(a,
 inline void store_shared(u32 a, float x, float y, KDA_SITE) { store(a, float2{x, y}, site); }
 inline void store_shared(u32 a, u32 x, KDA_SITE) { store(a, x, site); }
 inline void store_shared16(u32 a, u32 x, KDA_SITE) { store(a, (u16)x, site); }
+inline void store_cluster_shared(u32 a, u32 x, KDA_SITE) { store(a, x, site); }
 inline float4 load_shared4(u32 a, KDA_SITE) { return load<float4>(a, site); }
 inline float load_shared1(u32 a, KDA_SITE) { return load<float>(a, site); }
 inline float2 load_shared2(u32 a, KDA_SITE) { return load<float2>(a, site); }
@@ -154,6 +158,15 @@ inline void wait_and_clear_flag(u64 flag, u64 value) {
   while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag, "flag", (u32)flag);
   *(u64*)flag = 0;
 }
+
+inline u64 atomic_add(u64 at, u64 x) { const u64 before = load_global<u64>(at); store_global_as(at, before + x); return before; }
+inline void atomic_maximum(u64 at, long long x) { store_global_as(at, std::max(load_global<long long>(at), x)); }
+inline u64 atomic_replace(u64 at, u64 expected, u64 x) {
+  const u64 before = load_global<u64>(at);
+  if (before == expected) store_global_as(at, x);
+  return before;
+}
+inline void atomic_store(u64 at, u64 x) { store_global_as(at, x); }
 
 // Lane 8i + r names row r of matrix i.
 inline u32 row_address(const emu::Slot* s, int lane) {

@@ -6,6 +6,55 @@ namespace emu {
 
 constexpr u32 POISON = 0x7fdeadbe;  // NaN
 
+// Compiled for several instruction sets, the best of which is taken when the library is loaded. Products of two bfloat16 numbers
+// are exact in double precision, so that a fused multiplication and addition gives the same bits as the two after one another.
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define KDA_EVERY_VECTOR_LENGTH __attribute__((target_clones("avx512f", "arch=haswell", "default")))
+#else
+#define KDA_EVERY_VECTOR_LENGTH
+#endif
+// sum[row][n] += a[row][k] b[k][n], in the order of k; eight columns at a time stay in registers.
+KDA_EVERY_VECTOR_LENGTH
+void multiply_add(double (*sum)[128], const double (*a)[16], const double (*b)[128], int columns) {
+  for (int row = 0; row < 16; ++row) {
+    for (int first = 0; first < columns; first += 8) {
+      double x[8];
+      for (int n = 0; n < 8; ++n) x[n] = sum[row][first + n];
+      for (int k = 0; k < 16; ++k) {
+        for (int n = 0; n < 8; ++n) x[n] += a[row][k] * b[k][first + n];
+      }
+      for (int n = 0; n < 8; ++n) sum[row][first + n] = x[n];
+    }
+  }
+}
+// The last lane multiplies for all.
+void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float (*half)(u32, int)) {
+  Slot* const slots = me->warp->slots[me->warp->generation & 1];
+  u32(&mine)[16] = slots[me->thread & 31].w;
+  memcpy(mine, a, 16);
+  mine[4] = b0, mine[5] = b1;
+  memcpy(mine + 6, d, 16);
+  together([&] {
+    double left[16][16], right[16][128], sum[16][128];
+    for (int lane = 0; lane < 32; ++lane) {
+      const u32* w = slots[lane].w;
+      const int row = lane / 4, pair = 2 * (lane % 4);
+      for (int i = 0; i < 2; ++i) {
+        for (int r = 0; r < 4; ++r) left[row + r % 2 * 8][r / 2 * 8 + pair + i] = half(w[r], i);
+        for (int r = 0; r < 2; ++r) right[r * 8 + pair + i][row] = half(w[4 + r], i);
+        for (int r = 0; r < 2; ++r) sum[row + 8 * r][pair + i] = as_float(w[6 + 2 * r + i]);
+      }
+    }
+    multiply_add(sum, left, right, 8);
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int e = 0; e < 4; ++e) {
+        slots[lane].w[6 + e] = as_u32((float)sum[lane / 4 + e / 2 * 8][2 * (lane % 4) + e % 2]);
+      }
+    }
+  });
+  memcpy(d, mine + 6, 16);
+}
+
 bool poisoned(const Sums& s) {
   u32 x[64];
   memcpy(x, s.at, 16 * s.tiles);
@@ -101,10 +150,22 @@ void read_piece(const Product& p, u32 at, const char* what, double (&x)[8]) {
   memcpy(raw, memory(at, 16), 16);
   for (int i = 0; i < 8; ++i) x[i] = bf16_low(raw[i]);
 }
+// f(a number of the product's sum that a lane holds, its row, its column).
+template <class F>
+inline void each_sum(Fiber& lane, size_t index, F f) {
+  const Product& p = lane.products[index];
+  const int row = lane.thread % 32 / 4, column = 2 * (lane.thread % 4);
+  for (Sums& s : lane.sums) {
+    if (s.at != p.sums) continue;
+    for (int i = 0; i < p.tiles; ++i) {
+      for (int e = 0; e < 4; ++e) f(s.x[i][e], row + 8 * (e / 2), 8 * i + column + e % 2);
+    }
+  }
+}
 // One product, for all lanes of the warp.
 void multiply(Fiber* lanes, size_t index) {
   const Product& first = lanes[0].products[index];
-  double a[16][16], b[128][16], x[8];
+  double a[16][16], b[16][128], sum[16][128], x[8];
   for (int row = 0; row < 16 && !first.left; ++row) {
     for (int k = 0; k < 16; ++k) {
       const u32 word = lanes[4 * (row % 8) + k % 8 / 2].products[index].a[k / 8 * 2 + row / 8];
@@ -117,22 +178,14 @@ void multiply(Fiber* lanes, size_t index) {
   });
   each_operand_piece(first, [&](u32 at, int k, int n) {
     read_piece(first, at, "a right operand changed before its product was waited for", x);
-    for (int i = 0; i < 8; ++i) (first.transposed ? b[n + i][k] : b[n][k + i]) = x[i];
+    for (int i = 0; i < 8; ++i) (first.transposed ? b[k][n + i] : b[k + i][n]) = x[i];
   });
   for (int lane = 0; lane < 32; ++lane) {
-    float(*x)[4] = nullptr;
-    for (Sums& s : lanes[lane].sums) {
-      if (s.at == lanes[lane].products[index].sums) x = s.x;
-    }
-    for (int i = 0; i < first.tiles; ++i) {
-      for (int e = 0; e < 4; ++e) {
-        const double* left = a[lane / 4 + 8 * (e / 2)];
-        const double* right = b[8 * i + 2 * (lane % 4) + e % 2];
-        double sum = first.add ? x[i][e] : 0.0f;
-        for (int k = 0; k < 16; ++k) sum += left[k] * right[k];
-        x[i][e] = (float)sum;
-      }
-    }
+    each_sum(lanes[lane], index, [&](float x, int row, int column) { sum[row][column] = first.add ? x : 0.0f; });
+  }
+  multiply_add(sum, a, b, 8 * first.tiles);
+  for (int lane = 0; lane < 32; ++lane) {
+    each_sum(lanes[lane], index, [&](float& x, int row, int column) { x = (float)sum[row][column]; });
   }
 }
 void commit() {

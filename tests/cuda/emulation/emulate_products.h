@@ -11,21 +11,8 @@ inline float bf16_high(u32);
 
 namespace emu {
 
-// d[16x8] += a[16x16] b[16x8]; half(word, i) is 16-bit number i of a register.
-template <class F>
-inline void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, F half) {
-  Slot* s = exchange({{a[0], a[1], a[2], a[3], b0, b1}});
-  const int lane = me->thread & 31;
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
-    double sum = d[e];
-    for (int k = 0; k < 16; ++k) {
-      const u32 x = s[4 * row + k % 8 / 2].w[(k / 8) * 2 + e / 2], y = s[4 * column + k % 8 / 2].w[4 + k / 8];
-      sum += (double)half(x, k % 2) * half(y, k % 2);
-    }
-    d[e] = (float)sum;
-  }
-}
+// d[16x8] += a[16x16] b[16x8], of a warp; half(word, i) is 16-bit number i of a register.
+void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float (*half)(u32, int));
 
 }  // namespace emu
 

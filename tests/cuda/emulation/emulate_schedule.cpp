@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+
 #include "emulate_banks.h"
 #include "emulate_copies.h"
 
@@ -135,9 +137,11 @@ const char* run(std::function<void()> kernel, int grid, int cluster_size, int th
   emu::grid = grid;
   message.clear();
   if (!_setjmp(ending)) {
-    for (int b = 0; b < grid; b += cluster_size) {
-      run_cluster(b, cluster_size, threads, shared, static_cast<unsigned char*>(stacks));
-    }
+    std::vector<int> first;
+    for (int b = 0; b < grid; b += cluster_size) first.push_back(b);
+    if (dispatch == BACKWARDS) std::reverse(first.begin(), first.end());
+    if (dispatch == SHUFFLED) std::shuffle(first.begin(), first.end(), chance);
+    for (int b : first) run_cluster(b, cluster_size, threads, shared, static_cast<unsigned char*>(stacks));
   }
   munmap(stacks, bytes);
   report_conflicts();

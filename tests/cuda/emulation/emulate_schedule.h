@@ -1,4 +1,4 @@
-// Runs a launch, one cluster of blocks after the other.
+// Runs a launch, one cluster of blocks after the other: one that waits for another that has not begun is a deadlock.
 #ifndef KDACORE_EMULATE_SCHEDULE_H
 #define KDACORE_EMULATE_SCHEDULE_H
 
@@ -6,6 +6,9 @@
 
 namespace emu {
 
+// In which order clusters begin; CUDA promises none.
+enum Dispatch { FORWARDS, BACKWARDS, SHUFFLED };
+inline int dispatch = FORWARDS;
 // Null, or what was wrong.
 const char* run(std::function<void()> kernel, int grid, int cluster_size, int threads, int shared, u32 seed);
 void meet_block(int id, u32 count);  // at a named barrier; 0 is the block's
@@ -21,6 +24,8 @@ inline void sync_block() { emu::meet_block(0, emu::block_threads); }
 inline void sync_threads(int id, int count) { emu::meet_block(id, count); }
 inline void sync_pair(int barrier) { sync_threads(barrier, 64); }
 inline void sync_cluster() { emu::meet_cluster(); }
+inline void arrive_cluster() {}  // all of a cluster's blocks begin at once
+inline void wait_cluster() { emu::meet_cluster(); }
 
 template <int N, int START>
 inline void set_registers() {

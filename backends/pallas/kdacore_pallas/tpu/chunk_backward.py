@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kdacore.types import ChunkInputs, GateInputs, InputGrads, OutputGrads, Request
+from kdacore_pallas.gate_rates import SHRINK, held_as
 from kdacore_pallas.tpu import chunk_backward_kernel, chunk_forward_kernel, plan
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.options import kernel_options
@@ -87,5 +88,8 @@ def _gate_grads(
     if inputs.A_log is not None:
         dA = summed_like(jnp.sum(d["dA"], (0, 2)), inputs.A_log)
     if inputs.dt_bias is not None:
-        dbias = summed_like(jnp.sum(d["dbias"], 0).reshape(inputs.dt_bias.shape), inputs.dt_bias)
+        dbias = jnp.sum(d["dbias"], 0).reshape(inputs.dt_bias.shape)
+        if request.gate == "sigmoid":
+            dbias = dbias * (1.0 / SHRINK)
+        dbias = summed_like(held_as(dbias, inputs.dt_bias.dtype), inputs.dt_bias)
     return summed_like(d["dg"].reshape(inputs.g.shape), inputs.g), dA, dbias

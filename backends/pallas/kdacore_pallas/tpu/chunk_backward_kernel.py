@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kdacore.types import ChunkInputs, OutputGrads, Request
+from kdacore_pallas.gate_rates import SHRINK, held_as
 from kdacore_pallas.tpu import chunk_forward_kernel as forward
 from kdacore_pallas.tpu import chunk_step, gate, head_rows, tiles
 from kdacore_pallas.tpu.chunk_step import WithinChunk
@@ -212,8 +213,10 @@ def _gate_grads(
         return
     raw, slope = forward.gate_input(x, refs, h, at, scalar)
     dx, dA = gate.log_decay_backward(options, own.only(raw), slope, dlog)
-    head_rows.write(refs, "dg", h, dx, own)
-    for name, d in (("dbias", dx), ("dA", dA)):
+    bounded = options.gate == "sigmoid"  # its gradients alone may be as large as float32 allows
+    stored = held_as(dx, refs["dg"].dtype).astype(F32) if bounded else dx
+    head_rows.write(refs, "dg", h, stored, own)
+    for name, d in (("dbias", dx * SHRINK if bounded else dx), ("dA", dA)):
         if name in refs:
             refs[name][0, pl.ds(h, 1), :] += jnp.sum(d, axis=0, keepdims=True)
 
@@ -299,7 +302,7 @@ def chunk_backward(
 ) -> dict[str, Array]:
     """Gradients as the kernel writes them: ``dq dk dv dg`` rows ``[B, T, heads * D]`` (``dg`` of a scalar gate
     ``[B, HV, blocks * C]``), ``dbeta`` ``[B, HV, blocks * C]`` of beta after its sigmoid, ``dA`` and
-    ``dbias`` ``[B, HV, K]`` to be summed over B (and K), ``dinitial`` float32.
+    ``dbias`` ``[B, HV, K]``, times SHRINK of a bounded gate, to be summed over B (and K), ``dinitial`` float32.
     """
     read, written, scratch = backward_operands(request, inputs, grads, starts, x)
 

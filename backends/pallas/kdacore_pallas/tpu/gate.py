@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kdacore_pallas.gate_rates import held, rate_sigmoid, rate_softplus
 from kdacore_pallas.tpu.options import KernelOptions
 
 Array = Any
@@ -14,17 +15,12 @@ L2NORM_EPS = 1e-6
 
 
 def log_decay(options: KernelOptions, x: Array, slope: Array | float) -> Array:
-    """Natural-log decay from ``x = g + bias``; ``slope`` is ``exp(A_log)``."""
+    """Natural-log decay from ``x = g + bias``; ``slope`` is ``exp(A_log)``, see :func:`.gate_rates.gate_rate`."""
     if options.gate == "log":
         return x
     if options.gate == "softplus":
-        return -slope * softplus(x)
-    return _bound(options) * jax.nn.sigmoid(slope * x)
-
-
-def softplus(x: Array) -> Array:
-    """``log(1 + exp(x))`` without overflow."""
-    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+        return held(-rate_softplus(slope, x))
+    return _bound(options) * jax.nn.sigmoid(slope * held(x))
 
 
 def beta_forward(options: KernelOptions, beta: Array) -> Array:
@@ -50,9 +46,11 @@ def log_decay_backward(
     if options.gate == "log":
         return d, jnp.zeros_like(d)
     if options.gate == "softplus":
-        return -slope * d * jax.nn.sigmoid(x), -slope * d * softplus(x)
+        return held(-d * rate_sigmoid(slope, x)), held(-d * held(rate_softplus(slope, x)))
+    x = held(x)
     y = jax.nn.sigmoid(slope * x)
-    dx = d * (_bound(options) * slope) * y * (1.0 - y)
+    # The rate is multiplied by what may be 0 first.
+    dx = held(y * (1.0 - y) * slope * (d * _bound(options)))
     return dx, dx * x
 
 

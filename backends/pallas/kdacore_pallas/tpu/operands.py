@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdacore.types import ChunkInputs, Request
+from kdacore_pallas.gate_rates import gate_rate, held
 from kdacore_pallas.tpu.plan import ChunkGrid
 
 Array = Any
@@ -94,9 +95,9 @@ def chunk_operands(
         found.append(operand("g", flat(inputs.g), rows_spec(x, x.hvb, x.K, at)))
     whole = pl.BlockSpec(memory_space=pltpu.SMEM)
     if inputs.A_log is not None:
-        found.append(operand("slope", jnp.exp(inputs.A_log.astype(F32)), whole))
+        found.append(operand("slope", gate_rate(inputs.A_log.astype(F32)), whole))
     if inputs.dt_bias is not None:
-        bias = inputs.dt_bias.astype(F32)
+        bias = held(inputs.dt_bias.astype(F32))
         if request.scalar_gate:
             found.append(operand("bias", bias.reshape(x.HV), whole))
         else:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdacore.types import RecurrentInputs, Request
+from kdacore_pallas.gate_rates import gate_rate, held
 from kdacore_pallas.tpu import gate, tiles
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.operands import F32
@@ -261,11 +262,11 @@ def _add_params(request: Request, inputs: RecurrentInputs, named: list[tuple[str
     HV = request.HV
     if inputs.A_log is not None:
         spec = pl.BlockSpec((1, HV), lambda i, *_: (0, 0))
-        named.append(("slope", jnp.exp(inputs.A_log.astype(F32)).reshape(1, HV), spec))
+        named.append(("slope", gate_rate(inputs.A_log.astype(F32)).reshape(1, HV), spec))
     if inputs.dt_bias is not None:
         shape = (1, HV) if request.scalar_gate else (HV, request.K)
         spec = pl.BlockSpec(shape, lambda i, *_: (0, 0))
-        named.append(("bias", inputs.dt_bias.astype(F32).reshape(shape), spec))
+        named.append(("bias", held(inputs.dt_bias.astype(F32)).reshape(shape), spec))
 
 
 def _scratch(request: Request, dtype: Any, reads: bool, writes: bool) -> list[tuple[str, Any]]:

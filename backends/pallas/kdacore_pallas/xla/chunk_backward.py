@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_pallas.gate_rates import SHRINK, held_as
 from kdacore_pallas.xla import chunk_forward, gate, segment
 from kdacore_pallas.xla.intra import unpacked
 from kdacore_pallas.xla.numerics import (
@@ -163,7 +164,7 @@ class ParamGrads(NamedTuple):
     A_log: Array | None
     """``[H, R]``, running sum."""
     dt_bias: Array | None
-    """``[H, R, K]`` (or 1), running sum."""
+    """``[H, R, K]`` (or 1), running sum; times SHRINK of a bounded gate."""
 
 
 def _raw_backward(
@@ -186,7 +187,8 @@ def _raw_backward(
     if dA is not None:
         dA = dA + jnp.sum(total(total(log.A_log, -1), -2).reshape(-1, plan.H, plan.R), 0)
     if db is not None:
-        db = db + jnp.sum(total(log.g, -2).reshape(-1, plan.H, plan.R, log.g.shape[-1]), 0)
+        terms = log.g * SHRINK if request.gate == "sigmoid" else log.g
+        db = db + jnp.sum(total(terms, -2).reshape(-1, plan.H, plan.R, terms.shape[-1]), 0)
     return segment.Raw(dq, dk, dv, log.g, dbeta, None), ParamGrads(dA, db)
 
 
@@ -287,7 +289,8 @@ def _segment_gradients(
     plan: ChunkPlan, d: segment.Raw, inputs: ChunkInputs, axes: frozenset[str]
 ) -> tuple[Array, ...]:
     """A segment's gradients in token order and in the dtypes they are returned in."""
-    pairs = zip((d.q, d.k, d.v, d.g, d.beta[..., 0]), inputs[:5], strict=True)
+    dg = held_as(d.g, inputs.g.dtype).astype(F32) if inputs.g.dtype != F32 else d.g
+    pairs = zip((d.q, d.k, d.v, dg, d.beta[..., 0]), inputs[:5], strict=True)
     return tuple(plan.in_order(varying(x, axes).astype(_gradient_dtype(like, axes))) for x, like in pairs)
 
 
@@ -328,7 +331,10 @@ def _collect(
     if inputs.A_log is not None:
         dA = summed_like(required(sums.A_log).reshape(inputs.A_log.shape), inputs.A_log)
     if inputs.dt_bias is not None:
-        db = summed_like(required(sums.dt_bias).reshape(inputs.dt_bias.shape), inputs.dt_bias)
+        db = required(sums.dt_bias).reshape(inputs.dt_bias.shape)
+        if request.gate == "sigmoid":
+            db = held_as(db * (1.0 / SHRINK), F32)
+        db = summed_like(held_as(db, inputs.dt_bias.dtype), inputs.dt_bias)
     if inputs.initial_state is not None:
         # Empty sequences were never visited: their row still holds the gradient of their final
         # state.

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from kdacore.types import GateGrads, GateInputs, Request
+from kdacore_pallas.gate_rates import SHRINK, gate_rate, held, held_as, rate_sigmoid, rate_softplus
 from kdacore_pallas.xla.numerics import F32, mesh_axes, required, summed_like, total, varying
 
 Array = Any
 L2NORM_EPS = 1e-6
 BLOCK = 64
 """Tokens summed at once."""
+_CHANNELS = 2.0**-16
+"""As SHRINK, for the sum over channels."""
 
 
 def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -> Array:
@@ -25,10 +28,10 @@ def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -
     float32."""
     if request.gate == "log":
         return g
-    x = g if bias is None else g + bias
+    x = g if bias is None else g + held(bias)
     if request.gate == "softplus":
-        return -jnp.exp(A) * jax.nn.softplus(x)
-    return request.lower_bound * jax.nn.sigmoid(x if A is None else jnp.exp(A) * x)
+        return held(-rate_softplus(gate_rate(A), x))
+    return request.lower_bound * jax.nn.sigmoid(x if A is None else gate_rate(A) * held(x))
 
 
 class LogDecayGrads(NamedTuple):
@@ -44,13 +47,16 @@ def log_decay_backward(
     """Backward of :func:`log_decay`, recomputed from its inputs."""
     if request.gate == "log":
         return LogDecayGrads(dlog, None)
-    x = g if bias is None else g + bias
+    x = g if bias is None else g + held(bias)
     if request.gate == "softplus":
-        rate = -jnp.exp(A)
-        return LogDecayGrads(dlog * rate * jax.nn.sigmoid(x), dlog * rate * jax.nn.softplus(x))
-    slope = 1.0 if A is None else jnp.exp(A)
+        rate = gate_rate(A)
+        dx, dA = rate_sigmoid(rate, x), held(rate_softplus(rate, x))
+        return LogDecayGrads(held(-dlog * dx), held(-dlog * dA))
+    x = held(x)
+    slope = 1.0 if A is None else gate_rate(A)
     y = jax.nn.sigmoid(slope * x)
-    dx = dlog * (required(request.lower_bound) * slope) * y * (1.0 - y)
+    # The rate is multiplied by what may be 0 first.
+    dx = held(y * (1.0 - y) * slope * (dlog * required(request.lower_bound)))
     return LogDecayGrads(dx, None if A is None else dx * x)
 
 
@@ -99,14 +105,14 @@ def kda_gate(request: Request, inputs: GateInputs) -> Array:
 
 
 def _token_sum(x: Array) -> Array:
-    """Sum of ``[B, T, ...]`` over batch and tokens, in an order that appended tokens do not change.
+    """Sum of ``[B, T, ...]`` over batch and tokens times SHRINK, in an order that appended tokens do not change.
 
     Blocks of fixed size are added one after another: the compiler's order for a single sum depends
     on its length.
     """
     B, T = x.shape[:2]
     n = -(-T // BLOCK)
-    x = jnp.pad(x, [(0, 0), (0, n * BLOCK - T), *[(0, 0)] * (x.ndim - 2)])
+    x = jnp.pad(x * SHRINK, [(0, 0), (0, n * BLOCK - T), *[(0, 0)] * (x.ndim - 2)])
     blocks = jnp.moveaxis(x.reshape(B, n, BLOCK, *x.shape[2:]), 1, 0)
     start = varying(jnp.zeros(x.shape[2:], x.dtype), mesh_axes(x))
     summed: Array = jax.lax.scan(lambda so_far, rows: (so_far + jnp.sum(rows, (0, 1)), None), start, blocks)[
@@ -121,8 +127,10 @@ def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> Gate
     d = log_decay_backward(request, g, A, bias, dlog.astype(F32))
     dA = db = None
     if inputs.A_log is not None:
-        summed = _token_sum(d.A_log)
-        dA = summed_like(jnp.sum(summed, axis=tuple(range(1, summed.ndim))), inputs.A_log)
+        summed = _token_sum(d.A_log) * _CHANNELS
+        summed = jnp.sum(summed, axis=tuple(range(1, summed.ndim))) * (1.0 / SHRINK)
+        dA = summed_like(held(summed * (1.0 / _CHANNELS)), inputs.A_log)
     if inputs.dt_bias is not None:
-        db = summed_like(_token_sum(d.g).reshape(inputs.dt_bias.shape), inputs.dt_bias)
-    return GateGrads(summed_like(d.g, inputs.g), dA, db)
+        summed = held(_token_sum(d.g) * (1.0 / SHRINK)).reshape(inputs.dt_bias.shape)
+        db = summed_like(held_as(summed, inputs.dt_bias.dtype), inputs.dt_bias)
+    return GateGrads(summed_like(held_as(d.g, inputs.g.dtype), inputs.g), dA, db)

@@ -119,13 +119,17 @@ def write_back(request: Request, inputs: Inputs, written: Any, outputs: Outputs)
         outputs: of the call made in its place, in the caller's kind.
     """
     o, state = outputs.o, outputs.final_state
+    end = int(required(inputs.cu_seqlens)[-1]) if request.packed else request.T
+    rows, states = [], None
+    if request.inplace_state:
+        named = np.flatnonzero(written != ZEROS)
+        rows, states = written[named].tolist(), required(state)[named.tolist()]
+    # The caller's arrays are written last, with values that are there: what fails before has changed none.
     if inputs.out is not None:
-        end = int(required(inputs.cu_seqlens)[-1]) if request.packed else request.T
         inputs.out[:, :end] = o[:, :end]
         o = inputs.out
     if request.inplace_state:
         pool = written_pool(inputs)
-        named = np.flatnonzero(written != ZEROS)
-        pool[written[named].tolist()] = required(state)[named.tolist()]
+        pool[rows] = states
         state = pool if request.output_final_state else None
     return outputs._replace(o=o, final_state=state)

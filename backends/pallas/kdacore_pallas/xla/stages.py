@@ -19,6 +19,7 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
+from kdacore_pallas.gate_rates import LARGEST
 from kdacore_pallas.xla import chunk_forward, gate, segment
 from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, product_precision, required
 from kdacore_pallas.xla.plan import ChunkPlan, chunk_table
@@ -62,7 +63,7 @@ def chunk_gate(request: Request, inputs: ChunkGateInputs) -> Array:
     as_chunk = ChunkInputs(None, None, None, inputs.g, None, inputs.A_log, inputs.dt_bias)
     params = segment.gate_params(as_chunk, plan)
     log = gate.log_decay(request, _load(plan, inputs.g), params.A_log, params.dt_bias)
-    return _unload(plan, jnp.cumsum(log * (1.0 / LN2), axis=2))
+    return _unload(plan, jnp.maximum(jnp.cumsum(log * (1.0 / LN2), axis=2), -LARGEST))
 
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:

@@ -6,7 +6,11 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_io import load_rows, load_vector
-from .common import LOG2E, exp2, log2_decay, reciprocal, sigmoid
+from .common import LARGEST, LOG2E, exp2, held, held_as, log2_decay, reciprocal, sigmoid
+from .common import gate_rate as rate_of
+
+SHRINK = tl.constexpr(2.0**-7)
+"""At most 64 tokens are added in a chunk."""
 
 
 @triton.jit
@@ -44,7 +48,7 @@ def gate_input(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS
     """``g + dt_bias`` as a float32 tile ``[SIZE, cols]``."""
     x = load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE).to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+        x += held(tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32))[None, :]
     return x
 
 
@@ -53,7 +57,7 @@ def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_
     """:func:`gate_input` with channels as rows: ``[cols, SIZE]``."""
     x = tl.trans(load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE)).to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]
+        x += held(tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32))[:, None]
     return x
 
 
@@ -62,7 +66,7 @@ def gate_input_scalar(g, dt_bias, start, rows, HV, hv, SIZE: tl.constexpr, HAS_B
     """``g + dt_bias`` of a gate with one value per head: float32 ``[SIZE]``."""
     x = load_vector(g, start, rows, HV, hv, SIZE)
     if HAS_BIAS:
-        x += tl.load(dt_bias + hv).to(tl.float32)
+        x += held(tl.load(dt_bias + hv).to(tl.float32))
     return x
 
 
@@ -71,15 +75,21 @@ def gate_rate(A_log, hv, HAS_A: tl.constexpr):
     """``exp(A_log)`` of the head, 1 without A_log."""
     a = 1.0
     if HAS_A:
-        a = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        a = rate_of(tl.load(A_log + hv))
     return a
+
+
+@triton.jit
+def bounded_rate(a_exp):
+    """The rate of a bounded gate's exponent in base 2, negative and finite."""
+    return tl.maximum(a_exp * -LOG2E, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
     """log2 decay of each row from ``x = g + dt_bias``, 0 where not ``inside``."""
     if GATE == 2:
-        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (a_exp * -LOG2E), ASM), ASM)
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(held(x) * bounded_rate(a_exp), ASM), ASM)
     else:
         y = log2_decay(x, a_exp, lower_bound, GATE)
     return tl.where(inside, y, 0.0)
@@ -97,21 +107,58 @@ def has_gradient(step, DOT: tl.constexpr):
 
 
 @triton.jit
-def gate_grads(dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
+def gate_grads(
+    dstep, x, step, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
     """Gradient of the raw gate, and the terms of dA_log, from the gradient of the natural-log decay.
 
-    ``x`` is ``g + dt_bias``, ``step`` its log2 decay as :func:`steps` gives it.
+    ``x`` is ``g + dt_bias``, ``step`` its log2 decay as :func:`steps` gives it; ``KIND``: the gradient's dtype, whose
+    largest number a bounded gate's are held to. Where the unbounded gate has a gradient, its slope is at most 30.
     """
     if GATE == 0:
         dx = dstep
     elif GATE == 1:
-        dx = dstep * (-a_exp * reciprocal(1.0 + exp2(x * -LOG2E, ASM), ASM))
+        slope = -a_exp * reciprocal(1.0 + exp2(x * -LOG2E, ASM), ASM)
+        # Far below 0 the slope is the decay itself. There exp(x) may be no normal number, and a rate much larger than 1
+        # make something of it.
+        dx = dstep * tl.where(x < -17.0, step * (1.0 / LOG2E), slope)
     else:
         s = step * (1.0 / (lower_bound * LOG2E))
-        dx = dstep * ((lower_bound * a_exp) * (s * (1.0 - s)))
+        # The slope may be 0 where the rate is largest, and both factors here are finite.
+        dx = (s * (1.0 - s) * a_exp) * (dstep * lower_bound)
+        if tl.bfloat16 == KIND:
+            dx = held_as(dx, KIND)
+        else:
+            dx = held(dx)
     dx = tl.where(inside, dx, 0.0)
     if GATE == 1:
         da = tl.where(inside, dstep * (step * (1.0 / LOG2E)), 0.0)
+    elif GATE == 2:
+        da = dx * held(x)
     else:
-        da = dx * x
+        da = dx
     return dx, da
+
+
+@triton.jit
+def gate_grad_as(dx, GATE: tl.constexpr, KIND: tl.constexpr):
+    """The gradient of the raw gate for a store as KIND. Only that of float16 is still to be held."""
+    if GATE == 2 and tl.float16 == KIND:
+        dx = held_as(dx, KIND)
+    return dx
+
+
+@triton.jit
+def sum_bias(dx, axis: tl.constexpr, GATE: tl.constexpr):
+    """The sum over a chunk's tokens of the gradient of the raw gate, which :func:`held_sum` takes to its size."""
+    if GATE == 2:
+        dx *= SHRINK
+    return tl.sum(dx, axis)
+
+
+@triton.jit
+def held_sum(total, GATE: tl.constexpr):
+    """The inverse of what :func:`sum_bias` multiplies by. A bounded gate's largest gradients add up to no infinity."""
+    if GATE == 2:
+        total = held(total * (1.0 / SHRINK))
+    return total

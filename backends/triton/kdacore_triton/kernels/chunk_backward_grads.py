@@ -35,7 +35,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import gate_grads, gate_rate, gate_tile, has_gradient, steps, store_beta_grad
+from .chunk_backward_gate import (
+    gate_grad_as,
+    gate_grads,
+    gate_rate,
+    gate_tile,
+    has_gradient,
+    held_sum,
+    steps,
+    store_beta_grad,
+    sum_bias,
+)
 from .chunk_backward_io import (
     ROW_BETA,
     ROW_DBETA,
@@ -161,8 +171,10 @@ def finish_half(
     xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
-    dx, da = gate_grads(dstep, xg, step, a_exp, lower_bound, inside & has_gradient(step, DOT), GATE, ASM)
-    store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
+    differentiable = inside & has_gradient(step, DOT)
+    kind: tl.constexpr = dg.dtype.element_ty
+    dx, da = gate_grads(dstep, xg, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
+    store_rows(dg, tl.trans(gate_grad_as(dx, GATE, kind)), start, rows, HV * K, hv * K, cols, K, S)
     tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, tl.sum(product(k1, x), 0))
     own = tl.load(row_values + ROW_DIAGONAL * C + t)[None, :]
     dqt += own * k1
@@ -170,7 +182,7 @@ def finish_half(
     x += col + own * q1
     store_rows(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K, S)
     store_rows(dk, tl.trans(x), start, rows, HV * K, hv * K, cols, K, S)
-    return tl.sum(dx, 1), tl.sum(da, 1)
+    return sum_bias(dx, 1, GATE), tl.sum(da, 1)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
@@ -321,7 +333,7 @@ def chunk_backward_grads_kernel(
             start, rows, HV, hv, cols, K, kb, GATE, HAS_BIAS, DOT, ASM,
         )  # fmt: skip
         if HAS_BIAS:
-            tl.store(dbias_part + tile * KP + cols, dbias + dbias0)
+            tl.store(dbias_part + tile * KP + cols, held_sum(dbias + dbias0, GATE))
         if HAS_A:
             da += tl.sum(da0 + da1, 0)
 

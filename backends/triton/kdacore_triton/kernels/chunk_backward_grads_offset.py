@@ -27,7 +27,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import gate_grads, gate_rate, gate_tile, steps, store_beta_grad
+from .chunk_backward_gate import (
+    gate_grad_as,
+    gate_grads,
+    gate_rate,
+    gate_tile,
+    held_sum,
+    steps,
+    store_beta_grad,
+    sum_bias,
+)
 from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, store_rows, store_zero_grads
 from .chunk_backward_sums import split_bf16, sum_tokens, sum_tokens_exact
 from .common import chunk_of_program, exp2, mma, mma_acc, product
@@ -154,9 +163,10 @@ def half_grads(
     if WIDE_OPERANDS:
         dstep += passing
     dstep *= grow
-    dx, da = gate_grads(dstep, x, step, a_exp, lower_bound, differentiable, GATE, ASM)
-    store_rows(dg, tl.trans(dx), start, rows, HV * K, hv * K, cols, K, S)
-    return db, tl.sum(dx, 1), tl.sum(da, 1)
+    kind: tl.constexpr = dg.dtype.element_ty
+    dx, da = gate_grads(dstep, x, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
+    store_rows(dg, tl.trans(gate_grad_as(dx, GATE, kind)), start, rows, HV * K, hv * K, cols, K, S)
+    return db, sum_bias(dx, 1, GATE), tl.sum(da, 1)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
@@ -324,7 +334,7 @@ def chunk_backward_grads_offset_kernel(
     )  # fmt: skip
 
     if HAS_BIAS:
-        tl.store(dbias_part + chunk * KP + cols, dbias0 + dbias1)
+        tl.store(dbias_part + chunk * KP + cols, held_sum(dbias0 + dbias1, GATE))
     if HAS_A:
         tl.store(dA_part + pid, tl.sum(da0 + da1, 0))
     store_beta_grad(dbeta, beta, db0, start, rows, HV, hv, 0, S, BETA)

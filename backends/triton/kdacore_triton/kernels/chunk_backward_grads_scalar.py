@@ -12,7 +12,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import beta_grad, gate_grads, gate_input_scalar, gate_rate, has_gradient, steps
+from .chunk_backward_gate import (
+    beta_grad,
+    gate_grad_as,
+    gate_grads,
+    gate_input_scalar,
+    gate_rate,
+    has_gradient,
+    held_sum,
+    steps,
+    sum_bias,
+)
 from .chunk_backward_io import (
     ROW_BETA,
     ROW_RK,
@@ -212,9 +222,10 @@ def chunk_backward_grads_scalar_kernel(
     store_vector(dbeta, beta_grad(db, raw_beta, BETA), start, rows, HV, hv, C)
     dstep += tl.cumsum(from_start, 0, reverse=True) + sum_before(to_end, C, DOT) + tl.exp2(total) * dlast
     differentiable = (r < rows) & has_gradient(step, DOT)
-    dx, da_row = gate_grads(dstep, xg, step, a_exp, lower_bound, differentiable, GATE, ASM)
-    store_vector(dg, dx, start, rows, HV, hv, C)
+    kind: tl.constexpr = dg.dtype.element_ty
+    dx, da_row = gate_grads(dstep, xg, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
+    store_vector(dg, gate_grad_as(dx, GATE, kind), start, rows, HV, hv, C)
     if HAS_BIAS:
-        tl.store(dbias_part + pid, tl.sum(dx, 0))
+        tl.store(dbias_part + pid, held_sum(sum_bias(dx, 0, GATE), GATE))
     if HAS_A:
         tl.store(dA_part + pid, tl.sum(da_row, 0))

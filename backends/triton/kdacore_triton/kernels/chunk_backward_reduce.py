@@ -5,19 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import product, rnorm
+from .common import held_as, product, rnorm
+
+SHRINK = tl.constexpr(2.0**-20)
+"""Of the terms of a sum over chunks, which are held to the largest float32: 2**20 of them add up to no infinity."""
 
 
 @triton.jit(do_not_specialize=["HV", "slots"])
 def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constexpr):
-    """``out[hv, :K] = sum over slots of part[slot, hv, :K]``; ``part`` is ``[slots, HV, KP]``. Grid: ``(HV,)``."""
+    """``out[hv, :K] = sum over slots of part[slot, hv, :K]``; ``part`` is ``[slots, HV, KP]``. Held to the
+    largest finite number of ``out``. Grid: ``(HV,)``."""
     hv = tl.program_id(0)
     cols = tl.arange(0, KP)
     total = tl.zeros([KP], tl.float32)
     for first in range(0, slots, ROWS):
         s = first + tl.arange(0, ROWS)
         at = (s.to(tl.int64) * HV + hv)[:, None] * KP + cols[None, :]
-        total += tl.sum(tl.load(part + at, mask=(s < slots)[:, None], other=0.0), 0)
+        total += tl.sum(tl.load(part + at, mask=(s < slots)[:, None], other=0.0) * SHRINK, 0)
+    total = held_as(total * (1.0 / SHRINK), out.dtype.element_ty)
     tl.store(out + hv * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .chunk_forward_prepare import SCALAR, load_gate, load_rows
 from .common import exp2, gate_decay, mma, mma_acc, rnorm, sequence_span
-from .gate_and_beta import load_gate_bias, load_gate_rate
+from .gate_and_beta import load_gate_bias, load_gate_rate, load_scalar_bias
 from .state_rows import load_slot, pool_cell
 from .step_sums import step_operand, sum_steps
 
@@ -84,13 +84,13 @@ def chunk_forward_checkpoints_kernel(
         a_exp = load_gate_rate(a_log_ptr, hv)
         later = i[None, :] > i[:, None]  # the steps (columns) between a row and the checkpoint
         if FAMILY == SCALAR:
-            bias = 0.0
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + hv).to(tl.float32)
+            here = inside
+            bias = load_scalar_bias(bias_ptr, hv)
         else:
+            here = inside[:, None] & (d < K)[None, :]
             bias = load_gate_bias(bias_ptr, hv, d, K, BK)
         raw = load_gate(g_ptr, token * HV + hv, inside, d, K, FAMILY, GATE)
-        steps = gate_decay(raw, a_exp, bias, lower_bound, GATE, False, ASM)
+        steps = gate_decay(raw, here, a_exp, bias, lower_bound, GATE, True, False, ASM)
         if FAMILY == SCALAR:
             k *= exp2(tl.sum(tl.where(later, steps[None, :], 0.0), 1), ASM)[:, None]
             decay = exp2(tl.sum(steps, 0), ASM)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .chunk_forward_pair_products import bounded_products, scalar_products, unbounded_products
 from .common import GATE_LOG, chunk_of_slot, exp2, gate_decay, mma, operand, rnorm
-from .gate_and_beta import load_beta, load_gate_bias, load_gate_rate
+from .gate_and_beta import load_beta, load_gate_bias, load_gate_rate, load_scalar_bias
 from .pack_tail import first_row_past, store_zero_rows
 from .step_sums import step_operand
 from .triangular_inverse import unit_lower_inverse
@@ -108,9 +108,7 @@ def chunk_forward_prepare_kernel(
     qk_row = (token * H + h) * K
     a_exp = load_gate_rate(a_log_ptr, hv)
     if FAMILY == SCALAR:
-        bias = 0.0
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + hv).to(tl.float32)
+        bias = load_scalar_bias(bias_ptr, hv)
     else:
         bias = load_gate_bias(bias_ptr, hv, d, K, BK)
     raw = load_gate(g_ptr, row, inside, d, K, FAMILY, GATE)
@@ -126,13 +124,15 @@ def chunk_forward_prepare_kernel(
     else:
         q *= scale
     if FAMILY == SCALAR:
-        steps = gate_decay(raw, a_exp, bias, lower_bound, GATE, False, ASM)
+        steps = gate_decay(raw, inside, a_exp, bias, lower_bound, GATE, True, False, ASM)
         total = tl.sum(steps, 0)
         tl.store(decay_ptr + tile, tl.exp2(total))
         aqk, akk, qg, kg, kw = scalar_products(q, k, beta, steps, total, i, DOT, ASM)
     else:
         COARSE: tl.constexpr = DOT == "bf16" or DOT == "tf32"
-        steps = step_operand(gate_decay(raw, a_exp, bias, lower_bound, GATE, COARSE, ASM), DOT)
+        tile_inside = inside[:, None] & (d < K)[None, :]
+        steps = gate_decay(raw, tile_inside, a_exp, bias, lower_bound, GATE, FAMILY != BOUNDED, COARSE, ASM)
+        steps = step_operand(steps, DOT)
         total = tl.sum(steps.to(tl.float32), 0)
         tl.store(decay_ptr + tile * BK + d, exp2(total, ASM))
         if FAMILY == BOUNDED:

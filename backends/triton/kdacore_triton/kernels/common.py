@@ -20,6 +20,15 @@ GATE_SIGMOID = tl.constexpr(2)
 MIN_STEP = tl.constexpr(-126.0)
 """One step's log2 decay is clamped here: 2**-126 is the smallest normal float32."""
 
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The largest finite float32, to which ``exp(A_log)``, log decays and the gate's gradients are held."""
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal float32. A smaller ``exp(A_log)`` is 0."""
+MAX_A_LOG = tl.constexpr(88.72283)
+"""The largest float32 whose exponential is finite."""
+SMALL_EXPONENTIAL = tl.constexpr(2.0**-11)
+"""Below this ``log(1 + e)`` is ``e``, to a relative error of 2.4e-4."""
+
 
 @triton.jit
 def exp2(x, ASM: tl.constexpr):
@@ -58,22 +67,66 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def gate_decay(g, a_exp, bias, lower_bound, GATE: tl.constexpr, COARSE: tl.constexpr, ASM: tl.constexpr):
+def held(x):
+    """``x`` with infinities as the largest finite numbers; NaN stays."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def held_as(x, KIND: tl.constexpr):
+    """:func:`held` for a conversion to the dtype KIND: with its largest finite number."""
+    if tl.bfloat16 == KIND:
+        x = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38, propagate_nan=tl.PropagateNan.ALL)
+    elif tl.float16 == KIND:
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        x = held(x)
+    return x
+
+
+@triton.jit
+def at_least(x, limit):
+    """``max(x, limit)``; NaN stays."""
+    return tl.maximum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gate_rate(a_log):
+    """``exp(A_log)`` in float32, held to LARGEST; 0 where it is no normal number."""
+    a_log = a_log.to(tl.float32)
+    a = tl.exp(tl.minimum(a_log, MAX_A_LOG, propagate_nan=tl.PropagateNan.ALL))
+    a = tl.where(a_log >= MAX_A_LOG, LARGEST, tl.minimum(a, LARGEST, propagate_nan=tl.PropagateNan.ALL))
+    return tl.where(a < SMALLEST, 0.0, a)
+
+
+@triton.jit
+def gate_decay(
+    g, inside, a_exp, bias, lower_bound,
+    GATE: tl.constexpr, CLAMP: tl.constexpr, COARSE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """log2 decay of the raw gate ``g``: :func:`log2_decay` of ``g + bias`` in fewer, cheaper instructions.
 
-    GATE_LOG ignores ``a_exp`` and ``bias``; a bounded gate is not clamped. ``COARSE``: an absolute error of 1e-7 in a
-    softplus is accepted.
+    ``g`` is what it may be where ``inside``, and elsewhere what gives no decay: -inf, or 0 for GATE_LOG, which ignores
+    ``a_exp`` and ``bias``. CLAMP: a bounded gate is clamped at MIN_STEP too. ``COARSE``: an absolute error of 1e-3 in a
+    decay is accepted.
     """
     if GATE == 0:
-        y = tl.maximum(g * LOG2E, MIN_STEP)
+        y = at_least(g * LOG2E, MIN_STEP)
     elif GATE == 1 and COARSE and ASM:
-        x = (g + bias) * LOG2E
-        y = tl.maximum(-a_exp * (tl.maximum(x, 0.0) + log2(1.0 + exp2(-tl.abs(x), ASM), ASM)), MIN_STEP)
+        # A rate of 0 times the largest finite number is 0. The logarithm of 1 + e loses what a large rate needs of it.
+        x = tl.minimum((g + bias) * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        e = exp2(-tl.abs(x), ASM)
+        y = -a_exp * (tl.maximum(x, 0.0) + tl.where(e < SMALL_EXPONENTIAL, e * LOG2E, log2(1.0 + e, ASM)))
+        y = at_least(y, MIN_STEP)
     elif GATE == 1:
-        y = tl.maximum(-a_exp * softplus2(g + bias), MIN_STEP)
+        y = at_least(rate_softplus(g + bias, a_exp) * -LOG2E, MIN_STEP)
     else:
-        rate = a_exp * -LOG2E
-        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(g * rate + bias * rate, ASM), ASM)
+        # A rate of 0 makes 0 of every input, but leaves what is not inside.
+        x = tl.where(tl.where(inside, a_exp, 1.0) == 0.0, 0.0, g + bias)
+        rate = tl.where(a_exp == 0.0, -1.0, at_least(a_exp * -LOG2E, -LARGEST))
+        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * rate, ASM), ASM)
+        if CLAMP:
+            y = at_least(y, MIN_STEP)
     return y
 
 
@@ -84,12 +137,27 @@ def sigmoid(x):
 
 
 @triton.jit
-def softplus2(x):
-    """``softplus(x) * log2(e)`` in float32, with full relative accuracy for very negative ``x``."""
-    e = tl.exp2(-tl.abs(x) * LOG2E)
+def rate_softplus(x, a_exp):
+    """``a_exp * softplus(x)`` for any ``x`` and any rate of :func:`gate_rate`; perhaps infinite, NaN only where x is.
+
+    A large rate makes much of an ``exp(x)`` that is no normal float32, so it is multiplied by the root of it twice.
+    """
+    x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # a rate of 0 times this is 0
+    root = tl.exp2(tl.abs(x) * (-0.5 * LOG2E))
+    e = root * root
     # log2(1 + e) loses e's low bits when e is small: a short series there instead.
-    series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2)))) * LOG2E
-    return tl.maximum(x, 0.0) * LOG2E + tl.where(e < 0.03125, series, tl.log2(1.0 + e))
+    series = root * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * 0.2))))
+    high = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * a_exp + tl.log2(1.0 + e) * (
+        a_exp * (1.0 / LOG2E)
+    )
+    return tl.where(x < -3.5, series * (a_exp * root), high)
+
+
+@triton.jit
+def rate_sigmoid(x, a_exp):
+    """``a_exp * sigmoid(x)`` for any rate of :func:`gate_rate`; see :func:`rate_softplus`."""
+    root = tl.exp2(tl.abs(x) * (-0.5 * LOG2E))
+    return tl.where(x < -17.0, (a_exp * root) * root, a_exp * sigmoid(x))
 
 
 @triton.jit
@@ -102,26 +170,10 @@ def log2_decay(x, a_exp, lower_bound, GATE: tl.constexpr):
     if GATE == 0:
         y = x * LOG2E
     elif GATE == 1:
-        y = -a_exp * softplus2(x)
+        y = rate_softplus(x, a_exp) * -LOG2E
     else:
-        y = (lower_bound * LOG2E) * sigmoid(a_exp * x)
-    return tl.maximum(y, MIN_STEP)
-
-
-@triton.jit
-def log2_decay_grad(x, a_exp, lower_bound, GATE: tl.constexpr):
-    """``d(natural-log decay)/dx`` of the same gate.
-
-    ``d/dA_log`` is that times ``x`` (GATE_SIGMOID), or the decay itself (GATE_SOFTPLUS).
-    """
-    if GATE == 0:
-        d = tl.full(x.shape, 1.0, tl.float32)
-    elif GATE == 1:
-        d = -a_exp * sigmoid(x)
-    else:
-        s = sigmoid(a_exp * x)
-        d = lower_bound * a_exp * s * (1.0 - s)
-    return d
+        y = (lower_bound * LOG2E) * sigmoid(a_exp * held(x))
+    return at_least(y, MIN_STEP)
 
 
 @triton.jit

@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, log2_decay_grad, sigmoid, softplus2
+from .common import LARGEST, at_least, gate_rate, held, rate_sigmoid, rate_softplus, sigmoid
+
+SHRINK = tl.constexpr(2.0**-16)
+"""Terms of a span's sums are multiplied by this, so that the largest of them do not overflow."""
 
 
 @triton.jit
@@ -15,11 +18,17 @@ def _load(g_ptr, a_log_ptr, bias_ptr, row, col, rows, COLS, K):
     at = row.to(tl.int64)[:, None] * COLS + col[None, :]
     x = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + col, mask=col < COLS, other=0.0).to(tl.float32)[None, :]
+        x += held(tl.load(bias_ptr + col, mask=col < COLS, other=0.0).to(tl.float32))[None, :]
     rate = tl.full(col.shape, 1.0, tl.float32)
     if a_log_ptr is not None:
-        rate = tl.exp(tl.load(a_log_ptr + col // K, mask=col < COLS, other=0.0).to(tl.float32))
+        rate = gate_rate(tl.load(a_log_ptr + col // K, mask=col < COLS, other=0.0))
     return x, rate[None, :], at, inside
+
+
+@triton.jit
+def log_softplus(x, rate):
+    """The natural-log decay of the unbounded gate."""
+    return at_least(-rate_softplus(x, rate), -LARGEST)
 
 
 @triton.jit(do_not_specialize=["rows", "COLS", "K"])
@@ -32,18 +41,18 @@ def gate_kernel(
     col = tl.program_id(1) * BC + tl.arange(0, BC)
     x, rate, at, inside = _load(g_ptr, a_log_ptr, bias_ptr, row, col, rows, COLS, K)
     if GATE == 1:
-        y = softplus2(x) * (-rate / LOG2E)
+        y = log_softplus(x, rate)
     else:
-        y = lower_bound * sigmoid(rate * x)
+        y = lower_bound * sigmoid(rate * held(x))
     tl.store(out_ptr + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "COLS", "K", "SPAN"])
 def gate_backward_kernel(
     g_ptr, a_log_ptr, bias_ptr, dlog_ptr, dg_ptr, drate_ptr, dbias_ptr, rows, COLS, K, SPAN, lower_bound,
-    GATE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+    GATE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """``dg``, and per span of rows and column the sums that make ``dA_log`` and ``ddt_bias``.
+    """``dg``, at most MOST, and per span of rows and column the sums that make ``dA_log`` and ``ddt_bias``.
 
     Grid: spans of SPAN rows, blocks of BC columns. ``drate_ptr``, ``dbias_ptr``: ``[spans, COLS]`` float32 or None.
     """
@@ -56,14 +65,24 @@ def gate_backward_kernel(
         row = r0 + tl.arange(0, R)
         x, rate, at, inside = _load(g_ptr, a_log_ptr, bias_ptr, row, col, end, COLS, K)
         dlog = tl.load(dlog_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        dx = dlog * log2_decay_grad(x, rate, lower_bound, GATE)
-        tl.store(dg_ptr + at, dx.to(dg_ptr.dtype.element_ty), mask=inside)
-        dbias += tl.sum(dx, 0)
-        if drate_ptr is not None:
-            if GATE == 1:
-                drate += tl.sum(dlog * softplus2(x) * (-rate / LOG2E), 0)
-            else:
-                drate += tl.sum(dx * x, 0)
+        if GATE == 1:
+            dx = dlog * -rate_sigmoid(x, rate)
+            da = dlog * log_softplus(x, rate)
+        else:
+            # The slope is 0 where the rate or the product with it is largest: no factor may be infinite.
+            z = held(rate * held(x))
+            slope = sigmoid(z) * sigmoid(-z)
+            dlog = held(dlog * lower_bound)
+            dx = (slope * rate) * dlog
+            da = (slope * z) * dlog
+        dx = tl.where(inside, held(dx), 0.0)
+        da = tl.where(inside, held(da), 0.0)
+        stored = tl.clamp(dx, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(dg_ptr + at, stored.to(dg_ptr.dtype.element_ty), mask=inside)
+        dbias += tl.sum(dx * SHRINK, 0)
+        drate += tl.sum(da * SHRINK, 0)
+    drate = held(drate * (1.0 / SHRINK))
+    dbias = held(dbias * (1.0 / SHRINK))
     out = tl.program_id(0).to(tl.int64) * COLS + col
     if drate_ptr is not None:
         tl.store(drate_ptr + out, drate, mask=col < COLS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import log2_decay, product, sigmoid
+from .common import gate_rate, held, log2_decay, product, sigmoid
 from .state_rows import load_slot
 
 READ_NONE = tl.constexpr(0)
@@ -281,12 +281,12 @@ def recurrent_kernel(
     bias = 0.0
     if dt_bias is not None:
         if SCALAR:
-            bias = tl.load(dt_bias + hv).to(tl.float32)
+            bias = held(tl.load(dt_bias + hv).to(tl.float32))
         else:
-            bias = load_row(dt_bias + hv * K, ik, mk, 1, MASK_K).to(tl.float32)
+            bias = held(load_row(dt_bias + hv * K, ik, mk, 1, MASK_K).to(tl.float32))
     a_exp = 1.0
     if A_log is not None:
-        a_exp = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        a_exp = gate_rate(tl.load(A_log + hv))
 
     if ONE:
         yq, yk, decay, yb, qk = prepare(

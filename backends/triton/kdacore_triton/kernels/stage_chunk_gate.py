@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, chunk_of_slot, sigmoid, softplus2
+from .common import LARGEST, LOG2E, at_least, chunk_of_slot, held, rate_softplus, sigmoid
 from .gate_and_beta import load_gate_bias, load_gate_rate
 
 
@@ -14,7 +14,7 @@ def chunk_gate_kernel(
     g_ptr, a_log_ptr, bias_ptr, cu_ptr, gc_ptr, T, NT, N, HV, lower_bound,
     K: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots * HV, blocks of BS channels. Not clamped: ``-inf`` stays ``-inf``."""
+    """Grid: slots * HV, blocks of BS channels. Steps and sums are at least ``-LARGEST``."""
     pid = tl.program_id(0)
     slot = pid // HV
     hv = (pid - slot * HV).to(tl.int64)
@@ -32,7 +32,7 @@ def chunk_gate_kernel(
         x += load_gate_bias(bias_ptr, hv, d, K, BS)
         rate = load_gate_rate(a_log_ptr, hv)
         if GATE == 1:
-            y = softplus2(x) * -rate
+            y = rate_softplus(x, rate) * -LOG2E
         else:
-            y = sigmoid(x * rate) * (lower_bound * LOG2E)
-    tl.store(gc_ptr + at, tl.cumsum(y, 0), mask=inside)
+            y = sigmoid(held(x) * rate) * (lower_bound * LOG2E)
+    tl.store(gc_ptr + at, at_least(tl.cumsum(tl.where(inside, y, 0.0), 0), -LARGEST), mask=inside)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import chunk_of_slot, exp2, mma, mma_acc, operand
+from .common import MIN_STEP, at_least, chunk_of_slot, exp2, mma, mma_acc, operand
 from .step_sums import step_operand, sum_steps
 from .triangular_inverse import unit_lower_inverse
 
@@ -139,7 +139,7 @@ def intra_diagonal_kernel(
         # Steps, not running sums: any run of them is summed on the matrix unit. No run takes the first row's.
         steps = _load_tile(gc_ptr, gc_at, inside, d, K, BK)
         steps -= _load_tile(gc_ptr, gc_at - HV * K, inside & (i > 0), d, K, BK)
-        steps = step_operand(steps, DOT)
+        steps = step_operand(at_least(steps, MIN_STEP), DOT)  # float16 holds it
         q = _load_tile(q_ptr, qk_at, inside, d, K, BK)
         k = _load_tile(k_ptr, qk_at, inside, d, K, BK)
         aqk += tl.where(gap == 0, mma(operand(q, DOT), tl.trans(operand(k, DOT)), DOT), 0.0)

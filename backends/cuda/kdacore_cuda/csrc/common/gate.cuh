@@ -10,6 +10,21 @@ constexpr float LN2 = 0.6931471805599453f;
 // anyway; the limit keeps sums over a chunk accurate.
 constexpr float LOWEST_STEP = -126.0f;
 
+constexpr float LARGEST = 3.4028234663852886e38f;  // float32
+
+constexpr float LARGEST_BF16 = 3.3895313892515355e38f;
+
+__device__ __forceinline__ float limit(float x, float largest) {
+  return min_or_nan(max_or_nan(x, -largest), largest);
+}
+
+// A head's rate, exp(A_log): 0 for -inf, the largest float32 for what is larger.
+__device__ __forceinline__ float rate_of(float A_log) {
+  return min_or_nan(exp2_fast(LOG2E * A_log), LARGEST);
+}
+// -rate in units of log2. It stays finite, as zero times infinity would be NaN.
+__device__ __forceinline__ float slope_of(float rate) { return max_or_nan(-LOG2E * rate, -LARGEST); }
+
 // log(1 + e) for e in [0, 1], relative error 2e-7. lg2(1 + e) would lose the small e of slow gates.
 __device__ __forceinline__ float log1p_unit(float e) {
   float p = 0.00525346f;

@@ -75,6 +75,17 @@ __device__ __forceinline__ float inverse_sqrt(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// The smaller and the larger of two numbers; NaN if one of them is. (fminf and fmaxf return the other one.)
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 // Two floats to packed bf16, `low` in the low half, rounded to nearest even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 r;
@@ -115,6 +126,8 @@ __device__ __forceinline__ u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_
 __device__ __forceinline__ int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+// Whether x holds in any lane of the warp.
+__device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
@@ -246,6 +259,28 @@ __device__ __forceinline__ void wait_and_clear_flag(u64 flag, u64 value) {
   asm volatile("st.global.b64 [%0], 0;" ::"l"(flag) : "memory");
 }
 
+// Atomic operations on 64 bits, of which other blocks see no order with other memory.
+__device__ __forceinline__ u64 atomic_add(u64 at, u64 x) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(x) : "memory");
+  return before;
+}
+__device__ __forceinline__ void atomic_maximum(u64 at, long long x) {
+  asm volatile("red.relaxed.gpu.global.max.s64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
+}
+// Stores x if `expected` is there; returns what was.
+__device__ __forceinline__ u64 atomic_replace(u64 at, u64 expected, u64 x) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(at), "l"(expected), "l"(x)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ void atomic_store(u64 at, u64 x) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
+}
+
 // Copies 16 bytes from device to shared memory, asynchronously; zeros when `real` is false (then
 // `src` is not read).
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool real) {
@@ -327,9 +362,21 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 
 // --- clusters ------------------------------------------------------------------------------------
 // Arrivals name no scope: a cluster-scope release costs a device-wide memory barrier and a
-// cluster-scope wait flushes L1. They need none, as blocks of a cluster exchange nothing through
-// device memory: data goes from block to block as bulk copies that the barrier counts, and a remote
-// arrival says only that shared memory has been read.
+// cluster-scope wait flushes L1. Blocks of a cluster exchange nothing through device memory: data goes from
+// block to block as bulk copies that the barrier counts, and a remote arrival says only that shared memory has
+// been read.
+//
+// An assumption, which the memory model does not give: the loads of shared memory that a warp issued before its remote
+// arrival have read their values before the block that is told so overwrites the memory, by a bulk copy that it issues
+// after its wait. By architecture:
+//   sm_90a   holds: loads of shared memory are issued in order and read when they are issued to the block's own memory;
+//            the arrival, its notice and the copy cross the cluster's network after that, hundreds of cycles later.
+//            Products of the matrix unit have been waited for before the arrival. Checked by
+//            tests/cuda/test_remote_arrivals_gpu.py.
+//   sm_100f  the same instructions, in chunk_forward.cu of common/. Not run yet on such a device: run that test first.
+//   others   have no clusters here.
+// Where it does not hold, barrier_arrive_remote and barrier_expect_remote need .release.cluster, barrier_wait of such a
+// barrier .acquire.cluster.
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
@@ -358,7 +405,22 @@ __device__ __forceinline__ void fence_async_proxy() {
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// Stores to shared memory of any block of the cluster that has begun.
+__device__ __forceinline__ void store_cluster_shared(u32 a, u32 x) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory");
+}
+// The barrier of all threads of a cluster, in two halves. A warp takes part in each as a whole, but its lanes may leave
+// loops, or branches of one lane, at different times: so they meet first.
+__device__ __forceinline__ void arrive_cluster() {
+  sync_warp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
+  sync_warp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void sync_cluster() {
+  sync_warp();
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }

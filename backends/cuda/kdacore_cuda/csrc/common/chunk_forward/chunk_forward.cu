@@ -42,9 +42,13 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
       sequence_by_length(p, item / p.HV, reinterpret_cast<int*>(memory + OFFSET(SharedMemory, values)),
                          reinterpret_cast<int*>(memory + OFFSET(SharedMemory, picked)));
   const SequenceHead sequence = make_sequence_head(p, n, item % p.HV, C);
-  const Gate gate = make_gate(p, sequence.hv);
+  Gate gate = make_gate(p, sequence.hv);
+  bool sum_first = false;  // every warp looks at all channels, as each prepares all of them
+  for (int c = thread_index() & 31; c < K; c += 32)
+    sum_first |= needs_sum_first(gate, load_bias(p, sequence.hv, c));
+  gate.sum_first = warp_any(sum_first);
   float* bias = reinterpret_cast<float*>(memory + OFFSET(SharedMemory, bias));
-  for (int c = thread_index(); c < K; c += THREADS) bias[c] = gate_bias(p, gate, sequence.hv, c);
+  for (int c = thread_index(); c < K; c += THREADS) bias[c] = given_bias(gate, load_bias(p, sequence.hv, c));
 #if CLUSTER > 1
   sync_block();
   sync_cluster();
@@ -54,7 +58,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
   if (warp < SCAN_WARPS) {
     scan_warp(p, sequence, shared, warp, rank);
   } else {
-    prepare_warp(p, sequence, shared, warp - SCAN_WARPS, rank);
+    prepare_warp(p, sequence, gate, shared, warp - SCAN_WARPS, rank);
   }
 #if CLUSTER > 1
   sync_cluster();  // no block may exit while another still writes to its shared memory

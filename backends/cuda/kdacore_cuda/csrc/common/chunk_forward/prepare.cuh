@@ -132,9 +132,14 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
   // unbounded).
 #pragma unroll UNROLL
   for (int slice = 0; slice < SLICES; ++slice) {
-    if (left < 2) clear_past_end(raw, left, gate.closed);
     float sum[2][8], total[8];
-    gate_steps(raw, gate, bias + 4 * (32 * slice + 8 * l.t), sum);
+    const u32 biases = bias + 4 * (32 * slice + 8 * l.t);
+    if (gate.sum_first) {
+      gate_steps<true>(raw, gate, biases, sum);
+    } else {
+      gate_steps<false>(raw, gate, biases, sum);
+    }
+    if (left < 2) clear_past_end(raw, sum, left);
     NextLoad next = {from, slice + 1, left};
     if (slice == SLICES - 1) {
       advance(from);
@@ -145,8 +150,8 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
 #if !BOUNDED
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      sum[0][e] = fmaxf(sum[0][e], LOWEST_STEP);
-      sum[1][e] = fmaxf(sum[1][e], LOWEST_STEP);
+      sum[0][e] = max_or_nan(sum[0][e], LOWEST_STEP);
+      sum[1][e] = max_or_nan(sum[1][e], LOWEST_STEP);
     }
 #endif
     sum_steps(sum, total, l);
@@ -203,9 +208,8 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
 }
 
 __device__ __forceinline__ void prepare_warp(const ChunkForwardParams& p, const SequenceHead& sequence,
-                                             u32 shared, int warp, int rank) {
+                                             const Gate& gate, u32 shared, int warp, int rank) {
   const Lane l = make_lane();
-  const Gate gate = make_gate(p, sequence.hv);
   const u32 scratch = shared + OFFSET(SharedMemory, scratch) + warp * C * SCRATCH_PITCH * 4;
   constexpr int STRIDE = PREPARE_WARPS * CLUSTER;
   int c = warp * CLUSTER + rank,

@@ -6,7 +6,7 @@
 // keeps 16-byte stores to a swizzled operand free of bank conflicts.
 #pragma once
 
-#include "common/gate.cuh"
+#include "common/gate_steps.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_forward_params.cuh"
 
@@ -16,17 +16,9 @@ struct Raw {
   uint4 k[2], q[2], g[2][G_VECTORS];
 };
 
-struct Gate {
-  int kind;
-  // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid.
-  float unit;
-  float slope;  // sigmoid: -log2(e) exp(A_log)
-  u32 closed;   // bits of an input that means no decay
-};
-
 __device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
 
-// Tokens past the end: zero inputs, no decay.
+// Tokens past the end: zero queries and keys, and gate inputs that mean no decay (not where sums come first).
 __device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -34,6 +26,16 @@ __device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
     raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
+  }
+}
+// The same after the steps were computed, of any gate.
+__device__ __forceinline__ void clear_past_end(Raw& raw, float (&steps)[2][8], int left) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i < left) continue;
+    raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) steps[i][e] = 0.0f;
   }
 }
 
@@ -52,7 +54,8 @@ __device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
 #endif
 }
 
-// log2 decays of both tokens.
+// log2 decays of both tokens. SUM_FIRST: of a gate whose sum_first is set.
+template <bool SUM_FIRST>
 __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
   if (gate.kind == GATE_LOG) {
 #pragma unroll
@@ -69,7 +72,7 @@ __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) s[i][e] = softplus2(gate_input(raw, i, e) * LOG2E + bias[e]) * gate.unit;
+      for (int i = 0; i < 2; ++i) s[i][e] = softplus_step<SUM_FIRST>(gate, gate_input(raw, i, e), bias[e]);
     }
     return;
   }
@@ -77,9 +80,7 @@ __device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      s[i][e] = reciprocal(exp2_fast(gate_input(raw, i, e) * gate.slope + bias[e]) * gate.unit + gate.unit);
-    }
+    for (int i = 0; i < 2; ++i) s[i][e] = sigmoid_step<SUM_FIRST>(gate, gate_input(raw, i, e), bias[e]);
   }
 }
 
@@ -163,15 +164,10 @@ __device__ __forceinline__ float activate_beta(const ChunkForwardParams& p, u32 
 }
 
 __device__ __forceinline__ Gate make_gate(const ChunkForwardParams& p, int hv) {
-  const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
-  const float unit = p.gate == GATE_SOFTPLUS ? -a : LN2 / p.lower_bound;
-  // A very negative float32, or two of bfloat16.
-  const u32 closed = p.gate == GATE_LOG ? 0u : (G_FLOAT ? 0xf149f2cau : 0xf149f149u);
-  return {p.gate, unit, -LOG2E * a, closed};
+  const float A_log = p.A_log ? reinterpret_cast<const float*>(p.A_log)[hv] : 0.0f;
+  return make_gate(p.gate, A_log, 1.0f / p.lower_bound);
 }
 
-// What gate_steps adds to channel c: the bias in the units of what it is added to.
-__device__ __forceinline__ float gate_bias(const ChunkForwardParams& p, const Gate& gate, int hv, int c) {
-  const float b = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + c, p.bias_type) : 0.0f;
-  return (gate.kind == GATE_SIGMOID ? gate.slope : LOG2E) * b;
+__device__ __forceinline__ float load_bias(const ChunkForwardParams& p, int hv, int channel) {
+  return p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + channel, p.bias_type) : 0.0f;
 }

@@ -190,7 +190,7 @@ __device__ __forceinline__ RawGate<N> load_gate(const RecurrentParams& p, const 
 template <int N>
 struct Gate {
   float bias[N];
-  float a;
+  float slope;  // -log2(e) exp(A_log)
 };
 
 template <int N>
@@ -205,7 +205,7 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
   } else if (p.dt_bias) {
     to_floats(gate.bias, raw.bias, bias_type(p));
   }
-  gate.a = p.A_log ? exp2_fast(LOG2E * __uint_as_float(raw.A_log)) : 1.0f;
+  gate.slope = p.A_log ? slope_of(rate_of(__uint_as_float(raw.A_log))) : -LOG2E;
   return gate;
 }
 
@@ -213,13 +213,14 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
 template <int N>
 __device__ __forceinline__ void decays(const RecurrentParams& p, float (&x)[N], const Gate<N>& gate) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] += gate.bias[i];
+  for (int i = 0; i < N; ++i) x[i] = limit(x[i] + gate.bias[i], LARGEST);  // finite, as the slope may be 0
   if (p.gate == GATE_SIGMOID) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * p.lower_bound * sigmoid(gate.a * x[i]));
+    for (int i = 0; i < N; ++i)
+      x[i] = exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(gate.slope * x[i])));
   } else if (p.gate == GATE_SOFTPLUS) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp2_fast(-LOG2E * gate.a * softplus(x[i]));
+    for (int i = 0; i < N; ++i) x[i] = exp2_fast(gate.slope * softplus(x[i]));
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * x[i]);

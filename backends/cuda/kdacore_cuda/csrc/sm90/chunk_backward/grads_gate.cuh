@@ -11,7 +11,7 @@ struct GateLoads {
 __device__ __forceinline__ GateLoads load_gate(const ChunkBackwardParams& p, int hv, const Lane& l) {
   GateLoads r = {l.thread < K ? 0.0f : 1.0f};
   if (l.thread < K && p.dt_bias) r.x = load_scalar(p.dt_bias, (long long)hv * K + l.thread, p.bias_type);
-  if (l.thread == K && p.A_log) r.x = exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]);
+  if (l.thread == K && p.A_log) r.x = rate_of(reinterpret_cast<const float*>(p.A_log)[hv]);
   return r;
 }
 __device__ __forceinline__ void store_gate_parameters(const GateLoads& gate, u32 to, const Lane& l) {
@@ -39,6 +39,11 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 #endif
 }
 
+// A rate of 0 leaves nothing of inputs, infinite ones included.
+__device__ __forceinline__ void scale_by_zero(float (&x)[4][4]) {
+  each([&](int j, int e) { x[j][e] = min_or_nan(fabsf(x[j][e]), 0.0f); });
+}
+
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
 // element, and at the end of each anchor's tokens of the lane's two channels. Sums use earlier
 // tokens only: later ones must not change their last bits.
@@ -46,17 +51,17 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
                                        const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
   load_gate_inputs(up, gate, shared, l);
+  const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
+  if (rate == 0.0f && p.gate != GATE_LOG) scale_by_zero(up);
   if (p.gate == GATE_SIGMOID) {
-    const float rate = -LOG2E * load_shared1(gate + OFFSET(GateParameters, rate)),
-                bound = p.lower_bound * LOG2E;
-    each([&](int j, int e) { up[j][e] = bound * reciprocal(1.0f + exp2_fast(rate * up[j][e])); });
+    const float slope = slope_of(rate), bound = p.lower_bound * LOG2E;
+    each([&](int j, int e) { up[j][e] = bound * reciprocal(1.0f + exp2_fast(slope * up[j][e])); });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
-    const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
     each([&](int j, int e) { up[j][e] = -rate * softplus2(LOG2E * up[j][e]); });
   } else {
     each([&](int j, int e) { up[j][e] *= LOG2E; });
   }
-  each([&](int j, int e) { up[j][e] = fmaxf(up[j][e], p.floor); });
+  each([&](int j, int e) { up[j][e] = max_or_nan(up[j][e], p.floor); });
   if (rows < C) {
     const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { up[j][e] = 8 * j + (e & 1) < left ? up[j][e] : 0.0f; });
@@ -79,11 +84,29 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
   }
 }
 
+// What a lane adds to the gradients of dt_bias of its two channels and of A_log, times SUM_SCALE.
+struct GateSums {
+  float bias[2], rate;
+};
+// The largest number of g's type.
+constexpr float LARGEST_GRADIENT = G_FLOAT ? LARGEST : LARGEST_BF16;
+
+// Where a gradient or a sum is not finite: gradients are cut off at the largest number, and so are the
+// products that make A_log's. A gradient of 0 gives 0 whatever the input.
+__device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float (&x)[4][4]) {
+  GateSums sums = {};
+  each([&](int j, int e) {
+    d[j][e] = limit(d[j][e], LARGEST_GRADIENT);
+    sums.bias[e >> 1] += SUM_SCALE * d[j][e];
+    sums.rate += SUM_SCALE * (d[j][e] == 0.0f ? 0.0f : limit(d[j][e] * x[j][e], LARGEST));
+  });
+  return sums;
+}
+
 // Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller;
-// replaced), and sums for dt_bias. Returns the sum for A_log.
-__device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[2],
-                                               const ChunkBackwardParams& p, u32 gate, float grow, int rows,
-                                               u32 shared, const Lane& l) {
+// replaced), and their sums.
+__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
+                                                  float grow, int rows, u32 shared, const Lane& l) {
   float x[4][4];
   load_gate_inputs(x, gate, shared, l);
   if (rows < C) {
@@ -91,25 +114,30 @@ __device__ __forceinline__ float gate_backward(float (&d)[4][4], float (&dbias)[
     each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
   }
   const float a = load_shared1(gate + OFFSET(GateParameters, rate));
-  float rate_sum = 0.0f;
+  if (a == 0.0f && p.gate != GATE_LOG) scale_by_zero(x);
+  GateSums sums = {};
   if (p.gate == GATE_SIGMOID) {
-    const float rate = -LOG2E * a, slope = p.lower_bound * a * grow, bound = p.lower_bound * LOG2E;
+    const float slope = slope_of(a), span = -p.lower_bound * grow, bound = p.lower_bound * LOG2E;
     each([&](int j, int e) {
-      const float s = reciprocal(1.0f + exp2_fast(rate * x[j][e]));
+      const float s = reciprocal(1.0f + exp2_fast(slope * x[j][e]));
       if (!BOUNDED) d[j][e] = bound * s >= p.floor ? d[j][e] : 0.0f;
-      d[j][e] *= slope * (s * (1.0f - s));
-      rate_sum += d[j][e] * x[j][e];
+      // The rate last: it may be so large that only all of the product is finite.
+      d[j][e] = -a * (d[j][e] * (s * (span - span * s)));
+      sums.rate += d[j][e] * x[j][e];
     });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
     each([&](int j, int e) {
-      const float step = -a * softplus2(LOG2E * x[j][e]), dstep = step >= p.floor ? d[j][e] * grow : 0.0f;
+      const float step = max_or_nan(-a * softplus2(LOG2E * x[j][e]), p.floor),
+                  dstep = step > p.floor ? d[j][e] * grow : 0.0f;
       d[j][e] = dstep * (-a * sigmoid(x[j][e]));
-      rate_sum += dstep * (LN2 * step);
+      sums.rate += dstep * step;
     });
+    sums.rate *= LN2;
   } else {
     each([&](int j, int e) { d[j][e] = LOG2E * x[j][e] >= p.floor ? d[j][e] * grow : 0.0f; });
   }
-  dbias[0] = dbias[1] = 0.0f;
-  each([&](int j, int e) { dbias[e >> 1] += d[j][e]; });
-  return rate_sum;
+  each([&](int j, int e) { sums.bias[e >> 1] += d[j][e]; });
+  if (p.gate == GATE_SIGMOID && !(fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST))
+    return saturated_sums(d, x);
+  return {SUM_SCALE * sums.bias[0], SUM_SCALE * sums.bias[1], SUM_SCALE * sums.rate};
 }

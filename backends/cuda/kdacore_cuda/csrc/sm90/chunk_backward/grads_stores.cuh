@@ -139,8 +139,8 @@ __device__ __forceinline__ void load_following_sums(float (&following)[2], u32 s
 __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
                                                     float grow, u32 shared, u32 unit, const OutputRows& to,
                                                     const Lane& l) {
-  float dbias[2];
-  float rate = gate_backward(d, dbias, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
+  const GateSums sums =
+      gate_backward(d, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
 #if G_FLOAT
   store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
 #else
@@ -150,18 +150,19 @@ __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const Chun
 #endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = sum_quad(dbias[r]);
+    const float sum = sum_quad(sums.bias[r]);
     if (l.t == 0)
       store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (K * l.token_half + l.channel + 8 * r),
                    __float_as_uint(sum));
   }
+  float rate = sums.rate;
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) rate += shuffle_xor(rate, mask);
   if (l.lane == 0)
     store_shared(shared + OFFSET(SharedMemory, rate) + 4 * (l.thread >> 5), __float_as_uint(rate));
 }
 
-// The parts of dbias and dA_log of a unit, once every warp's are there.
+// The parts of dbias and dA_log of a unit, times SUM_SCALE, once every warp's are there.
 __device__ __forceinline__ void store_partial_sums(const ChunkBackwardParams& p, u32 shared, u32 unit,
                                                    const Lane& l) {
   if (l.thread > K) return;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   store_norms(p, shared, rows, warp, lane);
   {
     float x[4][8];
-    load_steps(x, shared, s, gate, rows);
+    load_steps(x, shared, s, gate, p.floor, rows);
     sum_strip(x, shared, s, p.centre);
     sync_unit();
     f();

@@ -68,10 +68,13 @@ __device__ __forceinline__ Tail find_tail(const CheckpointTailParams& p, int mar
   return {position - tokens, tokens, slot_at(p, p.mark_rows, mark, p.flags & FLAG_MARK_ROWS64)};
 }
 
-__device__ __forceinline__ float decay_of(const CheckpointTailParams& p, float x, float bias, float a) {
+// `slope`: -log2(e) exp(A_log).
+__device__ __forceinline__ float decay_of(const CheckpointTailParams& p, float x, float bias, float slope) {
   if (p.gate == GATE_LOG) return exp2_fast(LOG2E * x);
-  if (p.gate == GATE_SIGMOID) return exp2_fast(LOG2E * p.lower_bound * sigmoid(a * (x + bias)));
-  return exp2_fast(-LOG2E * a * softplus(x + bias));
+  const float sum = limit(x + bias, LARGEST);  // finite, as the slope may be 0
+  if (p.gate == GATE_SIGMOID)
+    return exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(slope * sum)));
+  return exp2_fast(slope * softplus(sum));
 }
 
 // Four neighbouring numbers of a row that is aligned so.
@@ -105,7 +108,7 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
 #pragma unroll
   for (int e = 0; e < 4; ++e)
     bias[e] = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K + c + e, p.bias_type) : 0.0f;
-  const float a = p.A_log ? exp2_fast(LOG2E * reinterpret_cast<const float*>(p.A_log)[hv]) : 1.0f;
+  const float slope = p.A_log ? slope_of(rate_of(reinterpret_cast<const float*>(p.A_log)[hv])) : -LOG2E;
 
   const auto store = [&](u32 to, const float (&x)[4]) {
     store_shared(shared + to + 4 * c, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
@@ -117,7 +120,7 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
     float x[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      d[i][e] = real(i) ? decay_of(p, d[i][e], bias[e], a) : 1.0f;
+      d[i][e] = real(i) ? decay_of(p, d[i][e], bias[e], slope) : 1.0f;
       run[e] *= d[i][e];
       x[e] = k[i][e] * run[e];
     }

@@ -19,8 +19,8 @@
 // to the other scanning block. A stage is full when its solver has published it and empty when the
 // scan warps of all scanning blocks have read it. Slices hand their partial sums to a solver
 // through parts_ready and get their room back through parts_read. The ring runs on from one
-// sequence to the next. A cluster waits for another only where a sequence was cut, and then for one
-// that started before it, or for its helper, which started before all clusters.
+// sequence to the next. A cluster waits for another only where a sequence was cut, or for its helper; then
+// the call has a workspace, and clusters draw tickets, so that the other one has begun (tickets.cuh).
 //
 // Macros from the host, besides sizes: MANY_SHORT, the way of many short sequences of equal length
 // (short_sequences.cuh), which the host chooses. The same bits.
@@ -28,6 +28,7 @@
 #include "sm90/chunk_forward/short_sequences.cuh"
 #else
 #include "sm90/chunk_forward/scan.cuh"
+#include "sm90/chunk_forward/tickets.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 #endif
 #if SEPARATE_BLOCKS
@@ -98,27 +99,54 @@ __device__ __forceinline__ void sync_group() {
 #endif
 }
 
+#if !MANY_SHORT
+// Which part of the work this block's cluster has, and what this block is in it: to shared memory. All threads. The
+// answers of device memory come while the work is measured.
+__device__ __forceinline__ void find_own_work(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+  const bool draws = p.workspace && rank == 0 && thread_index() == 0;
+  const u64 drawn = draws ? draw_ticket(p) : 0;
+  const Work work = warp == 0 ? measure_work(p) : Work{};
+  if (p.workspace) {
+    wait_cluster();
+    if (draws) share_ticket(shared + OWN_CLUSTER, finish_ticket(p, drawn));
+  }
+  sync_group();
+  if (warp == 0) {
+    int cluster = p.workspace ? load_own(shared + OWN_CLUSTER) : block_index() / CLUSTER;
+    bool helps = false;
+#if HELPERS
+    helps = cluster < helper_clusters(p);  // a helper's cluster is the one that it helps, if any
+    cluster = helps ? CLUSTER * cluster + rank : cluster - helper_clusters(p);
+#endif
+    const Interval found = find_interval(p, work, cluster);
+    sync_warp();  // all lanes have read the ticket
+    if (thread_index() == 0)
+      store_interval(shared + OFFSET(SharedMemory, interval), found, cluster, helps);
+  }
+  sync_block();
+}
+#endif
+
 KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = uniform(thread_index() >> 5);
-  int rank = block_index() % CLUSTER, cluster = block_index() / CLUSTER;
-#if HELPERS
-  cluster -= helper_clusters(p);
-  const bool helps = cluster < 0;
-  rank = uniform(helps ? HELPER : rank);
-  cluster = uniform(helps ? block_index() : cluster);  // a helper's is the one that it helps, if any
-#endif
+  int rank = block_index() % CLUSTER;
   init_barriers(shared, rank);
+#if !MANY_SHORT
+  if (p.workspace) arrive_cluster();  // this block has begun
+#endif
   wait_for_inputs();
   if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
-#if !MANY_SHORT
-  if (warp == 0) {
-    const Interval found = find_interval(p, cluster);
-    if (thread_index() == 0) store_interval(shared + OFFSET(SharedMemory, interval), found);
-  }
-#endif
+#if MANY_SHORT
+  const int cluster = block_index() / CLUSTER;
   sync_group();
+#else
+  find_own_work(p, shared, warp, rank);
+#if HELPERS
+  if (load_own(shared + OWN_HELPS)) rank = HELPER;
+#endif
+#endif
 #if SEPARATE_BLOCKS
   if (rank < SCANNERS) {
     if (warp < SCAN_WARPS) {

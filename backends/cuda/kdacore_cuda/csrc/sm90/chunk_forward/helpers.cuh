@@ -1,10 +1,10 @@
 // Helpers: where a GPU has multiprocessors that no cluster of four uses, a further block prepares every third
 // chunk of a cluster. Part of chunk_forward.cu, if HELPERS.
 //
-// Helpers are blocks of clusters of their own, the first of the grid: block i prepares for the cluster of the
-// i-th sequence and value head. It has the warps, the ring and the barriers of a block that only prepares, but
-// writes its chunks to device memory, each to its own place, and raises a flag for each of the two scanning
-// blocks. Those copy the chunk into their ring. Helpers wait for no other block, and start before all others.
+// Helpers are blocks of clusters of their own, the first to begin (tickets.cuh): the i-th of these blocks prepares for the
+// cluster of the i-th sequence and value head. It has the warps, the ring and the barriers of a block that only
+// prepares, but writes its chunks to device memory, each to its own place, and raises a flag for each of the two
+// scanning blocks. Those copy the chunk into their ring. Helpers wait for no other block.
 //
 // Only for dense sequences of which none may be padding (state_rows.cuh), each with a cluster of its own.
 #pragma once
@@ -27,8 +27,8 @@ struct HelpedChunk {
 // Of step c of sequence and value head `item`.
 __device__ __forceinline__ HelpedChunk find_helped_chunk(const ChunkForwardParams& p, int item, int c) {
   const u64 each = (u32)steps_of(p, 0) / PREPARERS, chunk = item * each + (u32)c / PREPARERS;
-  return {p.workspace + chunk * IMAGE_BYTES,
-          p.workspace + p.N * p.HV * each * IMAGE_BYTES + chunk * 8 * SCANNERS};
+  const u64 images = p.workspace + TICKETS_BYTES;
+  return {images + chunk * IMAGE_BYTES, images + p.N * p.HV * each * IMAGE_BYTES + chunk * 8 * SCANNERS};
 }
 
 // A helper: writes the prepared chunk of step c to device memory. All lanes of one warp.
@@ -36,14 +36,16 @@ __device__ __forceinline__ void store_stage(const ChunkForwardParams& p, u32 sha
   const u32 own = own_stage(c);
   fence_async_proxy();
   sync_warp();
-  const HelpedChunk to = find_helped_chunk(p, block_index(), c);
+  const HelpedChunk to = find_helped_chunk(p, load_own(shared + OWN_CLUSTER), c);
   if (lane == 0) {
     copy_out(reinterpret_cast<void*>(to.image), shared + OFFSET(SharedMemory, stages) + own * STAGE_PITCH,
              IMAGE_BYTES);
     copy_out_commit();
     copy_out_wait_read<0>();
   }
-  warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * own, lane);
+#pragma unroll
+  for (int i = 0; i < SCANNERS; ++i)  // as the blocks do that other chunks are sent to
+    warp_arrive(shared + OFFSET(SharedMemory, empty) + 8 * own, lane);
   if (lane == 0) {
     copy_out_wait();
 #pragma unroll
@@ -54,7 +56,7 @@ __device__ __forceinline__ void store_stage(const ChunkForwardParams& p, u32 sha
 // Copies what the helper prepared into this scanning block's ring, each chunk once its stage is free. All lanes of one
 // warp.
 __device__ __forceinline__ void fetch_stages(const ChunkForwardParams& p, u32 shared, int rank) {
-  const int lane = thread_index() & 31, item = block_index() / CLUSTER - helper_clusters(p),
+  const int lane = thread_index() & 31, item = load_own(shared + OWN_CLUSTER),
             steps = steps_of(p, 0);
 #pragma unroll 1
   for (int c = PREPARERS - 1; c < steps; c += PREPARERS) {

@@ -72,31 +72,34 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
     int left = tokens - token;  // this lane's tokens from the next load on
     Source from = make_source(p, part.sequence, w.l, w.at.slice, token);
     // What comes from the caches is asked for before what comes from memory, as answers come in order.
-    const Gate gate = make_gate(p, task.hv);
-    float bias[2] = {};
-    if (!w.at.half) {
+    Gate gate = make_gate(p, task.hv);
+    float bias[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) bias[i] = gate_bias(p, gate, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
-    }
+    for (int i = 0; i < 2; ++i) bias[i] = load_bias(p, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
     Raw raw = {};
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
+    gate.sum_first = warp_any(needs_sum_first(gate, bias[0]) || needs_sum_first(gate, bias[1]));
     sync_pair(w.at.pair);
     if (!w.at.half) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        store_shared(memory + OFFSET(PairMemory, bias) + 128 * i + 4 * w.l.lane, __float_as_uint(bias[i]));
+      for (int i = 0; i < 2; ++i) {
+        store_shared(memory + OFFSET(PairMemory, bias) + 128 * i + 4 * w.l.lane,
+                     __float_as_uint(given_bias(gate, bias[i])));
+      }
     }
     sync_pair(w.at.pair);
+    by_order(gate, [&](auto order) {
 #pragma unroll 1
-    while (c < task.stop) {
-      const SliceStep step = next_slice(w.at.slice);
-      slice_step(w, shared, gate, raw, c, from, left, [&] {
-        advance(from, step);
-        left -= step.chunks * C;
-      });
-      c += step.chunks;
-      set_slice(w, shared, memory, w.at.slice ^ 2);
-    }
+      while (c < task.stop) {
+        const SliceStep step = next_slice(w.at.slice);
+        slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, [&] {
+          advance(from, step);
+          left -= step.chunks * C;
+        });
+        c += step.chunks;
+        set_slice(w, shared, memory, w.at.slice ^ 2);
+      }
+    });
   } while (advance_to_step(p, shared, task, c));
 }

@@ -179,8 +179,9 @@ __device__ __forceinline__ CutStateSlot cut_state_slot(const ChunkForwardParams&
                                                        int warp, int lane) {
   constexpr u32 BYTES = WARP_V * K * 4;
   const u64 at = ((u64)cluster * SCANNERS + rank) * SCAN_WARPS + warp,
-            flags = p.workspace + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
-  return {p.workspace + at * BYTES + 16 * lane, flags + 8 * at};
+            states = p.workspace + TICKETS_BYTES,
+            flags = states + (u64)p.clusters * SCANNERS * SCAN_WARPS * BYTES;
+  return {states + at * BYTES + 16 * lane, flags + 8 * at};
 }
 __device__ __forceinline__ void send_cut_state(const ChunkForwardParams& p, const ScanState& state,
                                                const CutStateSlot& to, int lane) {
@@ -280,8 +281,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     int c = part.chunk;
     ScanState state = {};
     if (c) {
-      receive_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER - 1, rank, warp, l.lane),
-                        l.lane);
+      const int from = load_own(shared + OWN_CLUSTER) - 1;
+      receive_cut_state(p, state, cut_state_slot(p, from, rank, warp, l.lane), l.lane);
     } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
       read_state(state, l, from, p.flags);
       if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
@@ -369,8 +370,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       fetch_first_values();
     }
     if (done.end < done.sequence.chunks) {
-      send_cut_state(p, state, cut_state_slot(p, opaque(block_index()) / CLUSTER, rank, warp, l.lane),
-                     l.lane);
+      const int own = load_own(shared + OWN_CLUSTER);
+      send_cut_state(p, state, cut_state_slot(p, own, rank, warp, l.lane), l.lane);
     } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
       write_state(state, l, to, p.flags);
     }

@@ -7,8 +7,8 @@
 // wrap-around rule). A task that lies across a border is cut in two: the later interval has the
 // first chunks and does them before everything else, the earlier interval has the rest and does it
 // after everything else. So both parts never run at the same time, and the state passes from one
-// cluster to the other in float32. Later intervals belong to clusters of lower number, which start
-// earlier; a cluster waits only for what such a one does first.
+// cluster to the other in float32. Later intervals belong to clusters of lower number, which have begun
+// before (tickets.cuh); a cluster waits only for what such a one does first.
 #pragma once
 
 #include "common/chunk_forward/sequences.cuh"
@@ -28,6 +28,9 @@ struct Interval {
   int size;   // of the interval
   int limit;  // sequences of more steps have clusters of their own
 };
+
+// Behind an interval in shared memory.
+constexpr u32 OWN_CLUSTER = OFFSET(SharedMemory, interval) + 24, OWN_HELPS = OWN_CLUSTER + 4;
 static_assert(sizeof(Interval) <= INTERVAL_BYTES, "a interval does not fit");
 
 __device__ __forceinline__ int minimum(int x, int y) { return x < y ? x : y; }
@@ -81,15 +84,19 @@ __device__ __forceinline__ FoundSequence find_sequence(const ChunkForwardParams&
 
 constexpr int MAX_PASSES = 8;  // limit of the search for the long tasks
 
+// All tasks of a call, as clusters divide them.
+struct Work {
+  int own;    // clusters that have one long task
+  int total;  // of the other tasks
+  int size;   // of an interval
+  int limit;  // sequences of more steps have clusters of their own
+};
+
 // All lanes of one warp call this.
-__device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, int cluster) {
-  if (!p.clusters) {
-    if (HELPERS && cluster >= p.N * p.HV) return {};  // of a helper that has no cluster to help
-    const int n = cluster / p.HV, steps = steps_of(p, n);
-    return {{n, cluster % p.HV, 0, steps}, steps + SEQUENCE_OVERHEAD_STEPS, steps};
-  }
+__device__ __forceinline__ Work measure_work(const ChunkForwardParams& p) {
+  if (!p.clusters) return {};
   const int lane = thread_index() & 31;
-  int limit = 1 << 30, own = 0, total = 0, size = 0;  // own: clusters with one long task
+  int limit = 1 << 30, own = 0, total = 0, size = 0;
   for (int pass = 0;; ++pass) {
     int longer = 0, sum = 0, longest = 0;
     for (int m = lane; m < p.N; m += 32) {
@@ -114,6 +121,18 @@ __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, i
     if (size == equal || pass == MAX_PASSES) break;
     limit = equal - SEQUENCE_OVERHEAD_STEPS;
   }
+  return {own, total, size, limit};
+}
+
+// All lanes of one warp call this.
+__device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, const Work& work, int cluster) {
+  if (!p.clusters) {
+    if (HELPERS && cluster >= p.N * p.HV) return {};  // of a helper that has no cluster to help
+    const int n = cluster / p.HV, steps = steps_of(p, n);
+    return {{n, cluster % p.HV, 0, steps}, steps + SEQUENCE_OVERHEAD_STEPS, steps};
+  }
+  const int own = work.own, total = work.total, limit = work.limit;
+  int size = work.size;
   if (cluster < own) {
     const FoundSequence found =
         find_sequence(p, cluster / p.HV, [&](int m) { return (int)(steps_of(p, m) > limit); });
@@ -138,10 +157,12 @@ __device__ __forceinline__ Interval find_interval(const ChunkForwardParams& p, i
 __device__ __forceinline__ void store_task(u32 to, const Task& task) {
   store_shared(to, task.n, task.hv, task.offset, task.stop);
 }
-__device__ __forceinline__ void store_interval(u32 to, const Interval& interval) {
+// And behind it which cluster this is, and whether it helps another.
+__device__ __forceinline__ void store_interval(u32 to, const Interval& interval, int cluster, bool helps) {
   store_task(to, interval.first);
-  store_shared(to + 16, interval.size, interval.limit, 0, 0);
+  store_shared(to + 16, interval.size, interval.limit, cluster, helps);
 }
+__device__ __forceinline__ int load_own(u32 at) { return uniform(__float_as_uint(load_shared1(at))); }
 __device__ __forceinline__ Task load_task(u32 from) {
   const uint4 x = load_shared_u4(from);
   return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};

@@ -64,10 +64,9 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
     left = (int)p.T - token;
   };
   const auto find_bias = [&] {
-    if (w.at.half) return 0.0f;
     const int channel = 32 * w.at.slice + w.l.lane;
     // opaque: recomputed for every head, as this kernel would spill a register otherwise.
-    return gate_bias(p, make_gate(p, step.hv), step.hv, BOUNDED && G_FLOAT ? opaque(channel) : channel);
+    return load_bias(p, step.hv, BOUNDED && G_FLOAT ? opaque(channel) : channel);
   };
   Gate gate = make_gate(p, step.hv);
   float own_bias = find_bias();
@@ -75,7 +74,7 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
   Raw raw = {};
   load_gate(raw, {from, left}, w.gate);
   load_rows(raw, {from, left});
-  store_bias(w, shared, own_bias);
+  store_bias(w, shared, gate, own_bias);
 #pragma unroll 1
   while (true) {
     const int hv = step.hv;
@@ -84,12 +83,14 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
       find_inputs();
       if (c + STRIDE >= work.steps) left = 0;
     };
-    slice_step(w, shared, gate, raw, c, from, left, to_next);
+    by_order(gate, [&](auto order) {
+      slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, to_next);
+    });
     c += STRIDE;
     if (c >= work.steps) return;
     if (step.hv != hv) {
       gate = make_gate(p, step.hv);
-      store_bias(w, shared, find_bias());
+      store_bias(w, shared, gate, find_bias());
     }
   }
 }

@@ -12,10 +12,8 @@
 #include "common/warp_arrivals.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
 
-// `rank`: CLUSTER for a helper, which writes its chunks to one place.
 __device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage, int rank) {
-  barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * stage,
-               WARP_ARRIVALS * (HELPERS && rank == CLUSTER ? 1 : SCANNERS));
+  barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * stage, WARP_ARRIVALS * SCANNERS);
   barrier_init(shared + OFFSET(SharedMemory, room) + 8 * stage,
                WARP_ARRIVALS * (HELPERS && rank < SCANNERS ? 1 : SCANNERS) * (SCAN_WARPS + 1));
 }

@@ -57,12 +57,11 @@ struct Parameter {
 };
 __device__ __forceinline__ Parameter load_parameter(const ChunkBackwardParams& p, long long beta, int rows,
                                                     int hv, int i) {
-  const int channel = hv * K + (i & K - 1);
   const float A_log = load_A_log(p, hv);
   return {A_log,
           i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
                             : 0,
-          p.dt_bias ? load_bits(p.dt_bias + (long long)channel * type_size(p.bias_type), p.bias_type) : 0};
+          load_bias_bits(p, hv, i & K - 1)};
 }
 
 // beta of token i, and what makes its rounding good again: see prepare_inverse.cuh.
@@ -77,8 +76,8 @@ __device__ __forceinline__ void store_beta(const ChunkBackwardParams& p, const P
                __float_as_uint(fabsf(rounded) < 1e-30f ? 1.0f : beta * reciprocal(rounded)));
 }
 __device__ __forceinline__ void store_bias(const ChunkBackwardParams& p, const Parameter& x, u32 shared,
-                                           const Gate& gate, int i) {
-  const float bias = p.dt_bias ? gate_bias(gate, from_bits(x.bias, p.bias_type)) : 0.0f;
+                                           Gate& gate, int i) {
+  const float bias = decide_bias(gate, from_bits(x.bias, p.bias_type));
   store_shared(shared + OFFSET(SharedMemory, totals) + 4 * i, __float_as_uint(bias));
 }
 

@@ -39,24 +39,34 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 #endif
 }
 
+// This lane's steps from its inputs. The bias of channel 8i + g is in shared memory at biases + 32 i.
+template <bool SUM_FIRST>
+__device__ __forceinline__ void sigmoid_steps(float (&x)[4][8], const Gate& gate, u32 biases) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float bias = load_shared1(biases + 32 * i);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step<SUM_FIRST>(gate, x[i][j], bias);
+  }
+}
+
 // This lane's steps; 0 past the end.
 __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
-                                           int rows) {
+                                           float floor, int rows) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_gates(x[i], shared, s, i);
   if (gate.kind == GATE_LOG) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[i][j] = log_step(gate, x[i][j]);
+      for (int j = 0; j < 8; ++j) x[i][j] = max_or_nan(x[i][j] * LOG2E, floor);
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float bias =
-          load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g));
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j], bias);
+    const u32 biases = shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + s.g);
+    if (gate.sum_first) {
+      sigmoid_steps<true>(x, gate, biases);
+    } else {
+      sigmoid_steps<false>(x, gate, biases);
     }
   }
   if (rows == C) return;

@@ -30,7 +30,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     float x[4][8];
     copy_async_wait<1>();
     sync_warp();
-    load_steps(x, shared, s, gate, rows);
+    load_steps(x, shared, s, gate, p.floor, rows);
     copy_async_wait<0>();
     sync_unit();
     store_norms(p, shared, rows, warp, lane);

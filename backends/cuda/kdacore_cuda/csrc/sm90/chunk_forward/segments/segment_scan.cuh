@@ -186,7 +186,6 @@ __device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) 
 // At the end: another block of the cluster may still tell this one that it has read a stage.
 __device__ __forceinline__ void leave_together() {
 #if CLUSTER == 2
-  sync_warp();
   sync_cluster();
 #endif
 }

@@ -1,0 +1,152 @@
+"""Clusters that wait for others begin in any order: each takes its part of the work by a ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import emulator
+import numpy as np
+import pytest
+import torch
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
+
+from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import chunk_forward
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+MORE = pytest.mark.exhaustive
+NUMBER = 0x1234_5678_9ABC_DEF0
+FIRST = 0x7FFFFFF << 36 | (NUMBER & 0xFFFFFF) << 12
+"""What a counter holds before its first ticket is drawn by the launch of that number."""
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+
+
+def draw(lengths: tuple[int, ...] | None, B: int = 1, T: int = 0, HV: int = 1) -> ChunkInputs:
+    pack = {}
+    if lengths is not None:
+        T, pack = sum(lengths), {"cu_seqlens": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)}
+    d = Draw(B + T + HV)
+    return ChunkInputs(
+        q=d.normal(B, T, 1, 128),
+        k=d.normal(B, T, 1, 128),
+        v=d.normal(B, T, HV, 128),
+        beta=d.normal(B, T, HV),
+        **d.gate("random", B, T, HV, 128),
+        **pack,
+    )
+
+
+Case = tuple[ChunkInputs, int, int, bool]
+"""Inputs, blocks a cluster, clusters that share them (0: one each), helpers."""
+CASES: dict[str, Callable[[], Case]] = {
+    "dense, cut": lambda: (draw(None, 1, 100, 3), 2, 2, False),
+    "dense, clusters of four": lambda: (draw(None, 2, 70, 2), 4, 3, False),
+    "pack, cut": lambda: (draw((0, 70, 1, 130, 33, 0)), 2, 4, False),
+    "pack, more clusters than steps": lambda: (draw((40,)), 2, 4, False),
+    "helpers": lambda: (draw(None, 2, 130, 3), 4, 0, True),
+    "helpers, one head": lambda: (draw(None, 1, 200, 1), 4, 0, True),
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, case: Case, dispatch: int, seed: int = 0, **options: Any) -> Outputs:
+    inputs, cluster, clusters, helped = case
+    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
+    monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: clusters)
+    monkeypatch.setattr(
+        chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4) if helped else 0
+    )
+    plain = emulator.run
+    with monkeypatch.context() as inside:
+        inside.setattr(
+            emulator, "run", lambda *a, **k: plain(*a, **{**k, "seed": seed, "dispatch": dispatch})
+        )
+        request = request_of("chunk_kda", inputs, output_final_state=True, **options)
+        return chunk_forward.forward(request, inputs)
+
+
+def same_bits(got: Outputs, want: Outputs) -> bool:
+    return torch.equal(got.o, want.o) and torch.equal(got.final_state, want.final_state)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "options", [BOUNDED_MODEL, pytest.param(MODEL, marks=MORE)], ids=["bounded", "unbounded"]
+)
+def test_any_order_of_dispatch(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    """One cluster at a time: one that waited for another that has not begun would wait for ever."""
+    case = CASES[name]()
+    want = run(monkeypatch, case, emulator.FORWARDS, **options)
+    assert same_bits(run(monkeypatch, case, emulator.BACKWARDS, **options), want)
+    for seed in (1, 2):
+        assert same_bits(run(monkeypatch, case, emulator.SHUFFLED, seed, **options), want)
+
+
+def test_the_emulator_sees_a_wait_for_what_has_not_begun(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the first ticket the last one, the second cluster would wait for the first: the tests above can fail."""
+    monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
+    with_counter(
+        monkeypatch, FIRST + 1
+    )  # as if one ticket were drawn already, by a cluster that never begins
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run(monkeypatch, CASES["dense, cut"](), emulator.FORWARDS, **BOUNDED_MODEL)
+
+
+def with_counter(monkeypatch: pytest.MonkeyPatch, held: int) -> list[torch.Tensor]:
+    """Workspaces come with this 64-bit number where the counter is."""
+    made: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def prepared(self: torch.Tensor, size: Any, **more: Any) -> torch.Tensor:
+        x = new_empty(self, size, **more)
+        if isinstance(size, int):
+            x[:2] = torch.tensor([held], dtype=torch.int64).view(torch.float32)
+            made.append(x)
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", prepared)
+    return made
+
+
+HELD = {
+    "zeros": 0,
+    "ones": -1,
+    "the largest number": 2**63 - 1,
+    "the smallest number": -(2**63),
+    "just below": FIRST - 1,
+    "the first ticket": FIRST,
+    "just above all tickets": FIRST + 100,
+    "another launch's": FIRST + (5 << 12) + 3,
+    "an earlier launch's": FIRST - (5 << 12) + 3,
+    "NaN": 0x7FC00000_7FC00000,
+    "infinity": 0x7F800000_7F800000,
+    "bfloat16 NaN": 0x7FFF_7FFF_7FFF_7FFF,
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
+@pytest.mark.parametrize("name", ["dense, cut", pytest.param("helpers, one head", marks=MORE)])
+def test_whatever_the_workspace_held(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, held: int
+) -> None:
+    """And the counter is left so that the same launch can be made again, as a graph makes it."""
+    monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
+    case = CASES[name]()
+    want = run(monkeypatch, case, emulator.FORWARDS, **BOUNDED_MODEL)
+    monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
+    made = with_counter(monkeypatch, held)
+    got = run(monkeypatch, case, emulator.BACKWARDS, **BOUNDED_MODEL)
+    assert same_bits(got, want)
+    (workspace,) = made
+    assert workspace[:2].view(torch.int64).item() == 0

@@ -63,11 +63,19 @@ def _leave_out_unread(request: Request, values: dict[str, Any], lengths: Any) ->
             values[name][~tokens] = 0
 
 
+_MAY_BE_INFINITE = ("g", "A_log", "dt_bias")
+"""A gate has a limit where they are: docs/guide/edges.md. Log decays that are given may be -inf, as any number below 0."""
+
+
 def _finite(request: Request, name: str, x: Any) -> None:
-    bad = ~np.isfinite(x)
+    bad, wanted = ~np.isfinite(x), "finite values"
+    if name in _MAY_BE_INFINITE:
+        bad, wanted = np.isnan(x), "numbers"
+        if request.gate == "log":
+            bad, wanted = bad | (x == np.inf), "log decays, at most 0"
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ContractError(request.op, name, f"{x[where]} at {list(where)}", "finite values")
+        raise ContractError(request.op, name, f"{x[where]} at {list(where)}", wanted)
 
 
 def _finite_rows(request: Request, pool: Any, rows: Any) -> None:

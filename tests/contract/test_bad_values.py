@@ -61,7 +61,7 @@ BAD_VALUES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "nan in q": (chunk, _call(q=_with(_call()["q"], np.nan)), "q"),
     "inf in k": (chunk, _call(k=_with(_call()["k"], np.inf)), "k"),
     "nan in v": (recurrent, _call(v=_with(_call()["v"], np.nan)), "v"),
-    "-inf in g": (chunk, _call(g=_with(_call()["g"], -np.inf)), "g"),
+    "inf in g": (chunk, _call(g=_with(_call()["g"], np.inf)), "g"),
     "nan in beta": (chunk, _call(beta=_with(_call()["beta"], np.nan)), "beta"),
     "nan in the state": (
         chunk,
@@ -179,6 +179,29 @@ def test_good_values_pass(validate_values: None) -> None:
     bound["g"] = np.full_like(bound["g"], -5.0)
     chunk(**bound, safe_gate=True, lower_bound=-5.0)
     recurrent(**_pool())
+
+
+@pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
+def test_gate_inputs_may_be_infinite(bound: float | None, validate_values: None) -> None:
+    """A gate has a limit where they are; a NaN has none."""
+    raw = _call(A_log=np.array([-np.inf, np.inf], np.float32), use_gate_in_kernel=True, lower_bound=bound)
+    raw["g"][0, :3, :, 0] = np.inf
+    raw["g"][0, 3:, :, 0] = -np.inf
+    raw["dt_bias"] = np.full((H, K), -np.inf, np.float32)
+    o, _ = chunk(**raw)
+    assert np.isfinite(o).all()
+    for name in ("g", "A_log", "dt_bias"):
+        with pytest.raises(ContractError) as caught:
+            chunk(**{**raw, name: np.full_like(raw[name], np.nan)})
+        assert caught.value.argument == name
+
+
+def test_log_decays_may_be_minus_infinity(validate_values: None) -> None:
+    g = np.full((B, T, H, K), -np.inf, np.float32)
+    assert np.isfinite(chunk(**_call(g=g))[0]).all()
+    with pytest.raises(ContractError) as caught:
+        chunk(**_call(g=-g))
+    assert caught.value.argument == "g"
 
 
 def test_meta_tensors_have_no_values_to_read(validate_values: None) -> None:

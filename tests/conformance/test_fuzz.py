@@ -216,7 +216,7 @@ def test_processes_stop_at_the_time_limit() -> None:
     assert fuzz.fuzz(REFERENCE, range(3), jobs=2, seconds=0) == []
 
 
-def die(work: Any, pipe: Any) -> None:
+def die(work: Any, pipe: Any, safe_path: str | None) -> None:
     """A worker that every call kills."""
     pipe.recv()
     os._exit(3)

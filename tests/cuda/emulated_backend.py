@@ -40,7 +40,7 @@ def slices_on_hopper(
 
     def functions(request: Request) -> SliceFunctions | None:
         found = on_hopper(slices)(request)
-        return None if found is None else SliceFunctions(*map(on_hopper, found))
+        return None if found is None else SliceFunctions(*(on_hopper(f) if callable(f) else f for f in found))
 
     return functions
 

@@ -29,7 +29,7 @@ class Guards:
         whole = torch.empty(GUARD + -(-data // 64) * 64 + GUARD, dtype=torch.uint8)
         whole[:GUARD] = 255
         whole[GUARD + data :] = 255
-        array = whole[GUARD : GUARD + data].view(dtype).view(size)
+        array = whole[GUARD : GUARD + data].view(dtype).view(size).detach()  # results may be no views
         key = id(array)
         self._guards[key] = whole[:GUARD], whole[GUARD + data :]
         weakref.finalize(array, self._guards.pop, key, None)

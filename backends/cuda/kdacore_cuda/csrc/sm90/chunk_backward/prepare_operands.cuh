@@ -42,30 +42,6 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 #endif
 }
 
-// This lane's steps from its inputs, of all kinds of gates but log decays. The bias of channel 8i + g is in shared
-// memory at biases + 32 i.
-template <bool SUM_FIRST>
-__device__ __forceinline__ void gate_steps(float (&x)[4][8], const Gate& gate, float floor, u32 biases) {
-  if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float bias = load_shared1(biases + 32 * i);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[i][j] = max_or_nan(softplus_step<SUM_FIRST>(gate, x[i][j], bias), floor);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float bias = load_shared1(biases + 32 * i);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        x[i][j] = sigmoid_step<SUM_FIRST>(gate, x[i][j], bias);
-        if (!BOUNDED) x[i][j] = max_or_nan(x[i][j], floor);
-      }
-    }
-  }
-}
-
 // This lane's steps; 0 past the end.
 __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
                                            float floor, int rows) {
@@ -79,10 +55,24 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
     }
   } else {
     const u32 biases = shared + OFFSET(SharedMemory, bias) + 4 * (32 * s.slice + s.g);
-    if (gate.sum_first) {
-      gate_steps<true>(x, gate, floor, biases);
+    add_biases(x, gate, biases);
+    if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float bias = remaining_bias(gate, biases, i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[i][j] = max_or_nan(softplus_step<false>(gate, x[i][j], bias), floor);
+      }
     } else {
-      gate_steps<false>(x, gate, floor, biases);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float bias = remaining_bias(gate, biases, i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          x[i][j] = sigmoid_step<false>(gate, x[i][j], bias);
+          if (!BOUNDED) x[i][j] = max_or_nan(x[i][j], floor);
+        }
+      }
     }
   }
   if (rows == C) return;

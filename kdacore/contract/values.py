@@ -64,7 +64,7 @@ def _leave_out_unread(request: Request, values: dict[str, Any], lengths: Any) ->
 
 
 _MAY_BE_INFINITE = ("g", "A_log", "dt_bias")
-"""A gate has a limit where they are: docs/guide/edges.md. Log decays that are given may be -inf, as any number below 0."""
+"""A gate has a limit where they are: docs/guide/edges.md. Given log decays may be -inf, as any number below 0."""
 
 
 def _finite(request: Request, name: str, x: Any) -> None:

@@ -15,18 +15,22 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+_xla = ["--xla_force_host_platform_device_count=8"]
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this when it is first imported, and torch may import it in any test: so before all of them.
     os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Programs are compiled quickly, for most run once, and for several devices; JAX reads this once, so before all tests.
-# On CPUs the compiler's older emitters take half the time of those that go through MLIR. Tests of bits compile as JAX
-# does without this (`full_speed` in pallas/pallas_cases.py).
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_force_host_platform_device_count=8",
-)
+    # Programs are compiled quickly, for most run once. On CPUs the compiler's older emitters take half the time of
+    # those that go through MLIR. Tests of bits compile as JAX does without this (`full_speed` in
+    # pallas/pallas_cases.py). Not where there is a GPU: other versions of the compiler end the process at a flag that
+    # they do not know.
+    _xla += [
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+# JAX reads this once, so before all tests.
+os.environ.setdefault("XLA_FLAGS", " ".join(_xla))
 
 SLOW_FOLDERS = {"conformance", "cuda", "examples", "packaging", "parallel", "pallas", "triton", "typing"}
 """Here kernels are compiled, interpreted or emulated, or whole programs run, in nearly every test: all are slow, except

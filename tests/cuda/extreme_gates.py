@@ -22,6 +22,8 @@ F64 = NDArray[np.float64]
 LARGEST = float(np.finfo(np.float32).max)
 BF16 = float(torch.finfo(torch.bfloat16).max)
 INF = float("inf")
+NOTHING = 1e-15
+"""What is smaller may be lost: gradients of gates that all but end a state."""
 
 
 class Gate(NamedTuple):
@@ -36,12 +38,12 @@ class Gate(NamedTuple):
 
 EXTREMES = (-BF16, BF16, 0.0, -1e30, 1e30, -100.0, 100.0)
 GATES = {
-    "rate 0": Gate(-INF, (*EXTREMES, -INF, INF), (LARGEST, -LARGEST)),
+    "rate 0": Gate(-INF, (*EXTREMES, -INF, INF), (LARGEST, -LARGEST, INF, -INF)),
     "rate that underflows": Gate(-104.0, EXTREMES),
     "small rate": Gate(-80.0, EXTREMES, (1e30, -1e30)),
-    "large inputs": Gate(1.0, (*EXTREMES, -INF, INF), (LARGEST, -LARGEST, 3e38, -3e38, 1e20)),
+    "large inputs": Gate(1.0, (*EXTREMES, -INF, INF), (LARGEST, -LARGEST, 3e38, -3e38, 1e20, INF, -INF)),
     "steep": Gate(20.0, EXTREMES, (1e30, -1e30, 0.5, -0.5)),
-    "largest rate": Gate(88.7, EXTREMES, (LARGEST, -LARGEST, 0.5)),
+    "largest rate": Gate(88.7, (*EXTREMES, -87.0, -88.5, -90.0, -95.0), (LARGEST, -LARGEST, 0.5)),
     "rate that overflows": Gate(100.0, EXTREMES, (LARGEST, -LARGEST, -2.0)),
     "infinite rate": Gate(INF, (*EXTREMES, -INF, INF), (1.0, -1.0)),
 }
@@ -88,7 +90,9 @@ def draw_scalar(T: int, HV: int = len(GATES) + 1, seed: int = 0) -> RecurrentInp
     for head in range(HV - 1):
         for token, value in enumerate(GATES[SOME[head % len(SOME)]].g):
             g[:, token::9, head] = value
-    return RecurrentInputs(x.q, x.k, x.v, g, x.beta, x.A_log, 0.1 * x.dt_bias[:, 3])
+    bias = 0.1 * x.dt_bias[:, 3]
+    bias[SOME.index("large inputs")] = -INF
+    return RecurrentInputs(x.q, x.k, x.v, g, x.beta, x.A_log, bias)
 
 
 def worst_heads(got: Any, want: Any, axis: int) -> dict[str, float]:
@@ -96,7 +100,7 @@ def worst_heads(got: Any, want: Any, axis: int) -> dict[str, float]:
     a, b = np.moveaxis(to_float64(got), axis, 0), np.moveaxis(np.asarray(want), axis, 0)
     return {
         f"{SOME[i % len(SOME)] if i < len(a) - 1 else 'none'}, head {i}": float(
-            np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)
+            np.linalg.norm(x - y) / max(np.linalg.norm(y), NOTHING)
         )
         for i, (x, y) in enumerate(zip(a, b, strict=True))
     }
@@ -113,14 +117,13 @@ def log_decays(request: Request, inputs: Any) -> tuple[F64, F64, F64, F64]:
         rate = np.minimum(np.exp(to_float64(inputs.A_log)), LARGEST)
         rate = np.where(rate < 2.0**-126, 0.0, rate)  # as float32 has no smaller normal number
         rate = rate if request.scalar_gate else rate[:, None]
-        x = to_float64(inputs.g) + to_float64(inputs.dt_bias)
-        x = np.clip(x, -1e300, 1e300)
+        x = to_float64(inputs.g) + np.clip(to_float64(inputs.dt_bias), -LARGEST, LARGEST)
+        x = np.clip(x, -1e300, 1e300)  # an infinite g decides
         if request.gate == "sigmoid":
             bound = request.lower_bound
             s = 1 / (1 + np.exp(-rate * x))
             return bound * s, x, rate, bound * rate * s * (1 / (1 + np.exp(rate * x)))
         e = np.exp(-np.abs(x))
-        e = np.where(e < 2.0**-126, 0.0, e)
         softplus = np.maximum(x, 0) + np.log1p(e)
         derivative = -rate * np.where(x > 0, 1 / (1 + e), e / (1 + e))
         return np.maximum(-rate * softplus, -LARGEST), x, rate, derivative
@@ -157,6 +160,8 @@ class Gradients(NamedTuple):
     dt_bias: F64
     rate_size: F64
     """The 2-norm of what A_log's gradient is the sum of: it may be what little is left of that."""
+    bias_size: F64
+    """The same of dt_bias's gradient."""
 
 
 def expected_gradients(
@@ -178,5 +183,12 @@ def expected_gradients(
         of_rate = dg * x if request.gate == "sigmoid" else d * decays
         of_rate = np.where(dg == 0, 0.0, cut(of_rate))
         dA, size = cut(of_rate.sum((0, 1, 3))), np.sqrt((of_rate**2).sum((0, 1, 3)))
-        dbias = cut(dg.sum((0, 1)))
-    return Gradients(want.q, want.k, want.v, dg, want.beta, dA, dbias, size)
+        dbias, bias_size = cut(dg.sum((0, 1))), np.sqrt((dg**2).sum((0, 1)))
+    return Gradients(want.q, want.k, want.v, dg, want.beta, dA, dbias, size, bias_size)
+
+
+def assert_bias_gradient(got: Any, want: Gradients) -> None:
+    """Within 3e-2 of every head, or of the size of its terms."""
+    off = np.linalg.norm(to_float64(got) - want.dt_bias, axis=-1)
+    size = np.linalg.norm(np.maximum(np.abs(want.dt_bias), want.bias_size), axis=-1)
+    assert (off <= 3e-2 * np.maximum(size, NOTHING)).all(), off / size

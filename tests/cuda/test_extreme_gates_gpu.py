@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 import torch
 from cuda_calls import O_BOUND, STATE_BOUND, Draw, request_of
-from extreme_gates import beyond, draw, draw_scalar, expected, expected_gradients
+from extreme_gates import (
+    NOTHING,
+    assert_bias_gradient,
+    beyond,
+    draw,
+    draw_scalar,
+    expected,
+    expected_gradients,
+)
 from test_extreme_gates import EVERY_KIND, KINDS, LENGTHS, options_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
 from kdacore_cuda.chunk_backward import UNBOUNDED_FLOOR
+from kdacore_reference.oracle import to_float64
 
 pytestmark = pytest.mark.gpu
 SHAPES = {"few heads": (9, 300), "dataflow": (17, 300), "clusters of four": (26, 300), "many heads": (90, 300),
@@ -23,15 +32,19 @@ SHAPES = {"few heads": (9, 300), "dataflow": (17, 300), "clusters of four": (26,
 
 def arrays(inputs: Any, kind: str) -> dict[str, Any]:
     """By name, on the GPU, of torch or JAX."""
-    given = {name: x.cuda() for name, x in inputs._asdict().items() if x is not None}
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
     if kind == "torch":
-        return given
+        return {name: x.cuda() for name, x in given.items()}
     jax = pytest.importorskip("jax")
-    return {name: jax.dlpack.from_dlpack(x.contiguous()) for name, x in given.items()}
+    return {name: to_jax(jax, x) for name, x in given.items()}
+
+
+def to_jax(jax: Any, x: torch.Tensor) -> Any:
+    return jax.numpy.asarray(x.float().numpy(), str(x.dtype).removeprefix("torch."))
 
 
 def on_host(x: Any) -> Any:
-    return x.cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(np.asarray(x, np.float32))
+    return x.cpu() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x, np.float32))
 
 
 def check(op: str, inputs: Any, kind: str, library: str, bounds: tuple[float, float]) -> None:
@@ -92,16 +105,30 @@ def test_gradients(kind: str, dtype: torch.dtype, HV: int, T: int, size: float) 
     given = OutputGrads(size * Draw(9).normal(*inputs.v.shape), None)
     floor = None if kind == "bounded" else UNBOUNDED_FLOOR
     want = expected_gradients(request, inputs, options, given, floor)
-    leaves = {name: x.requires_grad_() for name, x in arrays(inputs, "torch").items()}
-    o, _ = kdacore.chunk_kda(**leaves, **options, backend="cuda")
-    assert torch.isfinite(o).all()
-    o.backward(given.o.cuda())
-    got = {name: x.grad.cpu() for name, x in leaves.items()}
+    got = gradients(inputs, options, given, "cuda")
     for name in ("q", "k", "v", "g", "beta"):
         assert not beyond(1.6e-2, got[name], getattr(want, name), 2), name
-    assert not beyond(3e-2, got["dt_bias"], want.dt_bias, 0)
-    off = np.abs(got["A_log"].numpy().astype(np.float64) - want.A_log)
-    assert (off <= 3e-2 * want.rate_size).all(), off
+    assert_bias_gradient(got["dt_bias"], want)
+    size = np.maximum(want.rate_size, NOTHING)
+    off = np.abs(to_float64(got["A_log"]) - want.A_log) / size
+    allowed = np.full_like(off, 3e-2)
+    if kind == "softplus":
+        # Where tokens hardly decay, errors of them all have the same sign. Triton's, which has another floor:
+        triton = to_float64(gradients(inputs, options, given, "triton")["A_log"])
+        exact = expected_gradients(request, inputs, options, given, -126.0)
+        others = np.abs(triton - exact.A_log) / np.maximum(exact.rate_size, NOTHING)
+        allowed = np.maximum(allowed, 2 * others)
+    assert (off <= allowed).all(), (off, allowed)
+
+
+def gradients(
+    inputs: ChunkInputs, options: dict[str, Any], given: OutputGrads, backend: str
+) -> dict[str, torch.Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in arrays(inputs, "torch").items()}
+    o, _ = kdacore.chunk_kda(**leaves, **options, backend=backend)
+    assert torch.isfinite(o).all()
+    o.backward(given.o.cuda())
+    return {name: x.grad.cpu() for name, x in leaves.items() if x.grad is not None}
 
 
 @EVERY_KIND
@@ -112,9 +139,9 @@ def test_gradients_from_jax(kind: str) -> None:
     do = Draw(9).normal(*inputs.v.shape)
     floor = None if kind == "bounded" else UNBOUNDED_FLOOR
     want = expected_gradients(request, inputs, options, OutputGrads(do, None), floor)
-    x, given = arrays(inputs, "jax"), jax.dlpack.from_dlpack(do.cuda())
+    x, given = arrays(inputs, "jax"), to_jax(jax, do)
     _, pull = jax.vjp(lambda y: kdacore.chunk_kda(**y, **options, backend="cuda")[0], x)
     got = {name: on_host(y) for name, y in pull(given)[0].items()}
     for name in ("q", "k", "v", "g", "beta"):
         assert not beyond(1.6e-2, got[name], getattr(want, name), 2), name
-    assert not beyond(3e-2, got["dt_bias"], want.dt_bias, 0)
+    assert_bias_gradient(got["dt_bias"], want)

@@ -24,38 +24,45 @@ __device__ __forceinline__ float rate_of(float A_log) {
 }
 // -rate in units of log2. It stays finite, as zero times infinity would be NaN.
 __device__ __forceinline__ float slope_of(float rate) { return max_or_nan(-LOG2E * rate, -LARGEST); }
-
-// log(1 + e) for e in [0, 1], relative error 2e-7. lg2(1 + e) would lose the small e of slow gates.
-__device__ __forceinline__ float log1p_unit(float e) {
-  float p = 0.00525346f;
-  p = p * e + -0.02958851f;
-  p = p * e + 0.07836167f;
-  p = p * e + -0.1367477f;
-  p = p * e + 0.19111431f;
-  p = p * e + -0.2484437f;
-  p = p * e + 0.33319271f;
-  p = p * e + -0.49999502f;
-  p = p * e + 0.99999997f;
-  return p * e;
+// What a rate of 0 leaves of an input, infinite ones included: 0, or NaN.
+__device__ __forceinline__ float nothing_of(float x) { return min_or_nan(fabsf(x), 0.0f); }
+template <int M, int N>
+__device__ __forceinline__ void scale_by_zero(float (&x)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[i][j] = nothing_of(x[i][j]);
+  }
 }
+// dt_bias, held finite: an infinite gate input decides.
+__device__ __forceinline__ float held_bias(float bias) { return limit(bias, LARGEST); }
 
-// max(x, 0) + log(1 + exp(-|x|))
-__device__ __forceinline__ float softplus(float x) {
-  const float e = exp2_fast(-LOG2E * fabsf(x));
-  return fmaxf(x, 0.0f) + log1p_unit(e);
-}
-
-// softplus in units of log(2): log2(1 + 2^y), relative error 1.4e-6 of its distance from max(y, 0).
-__device__ __forceinline__ float softplus2(float y) {
-  const float e = exp2_fast(-fabsf(y));
+// log2(1 + e) / e for e in [0, 1], relative error 1.4e-6. lg2(1 + e) would lose the small e of slow gates.
+__device__ __forceinline__ float log2p_ratio(float e) {
   float p = 0.020401183f;
   p = p * e + -0.095797556f;
   p = p * e + 0.21528457f;
   p = p * e + -0.33908906f;
   p = p * e + 0.47766839f;
   p = p * e + -0.72115948f;
-  p = p * e + 1.4426932f;
-  return p * e + fmaxf(y, 0.0f);
+  return p * e + 1.4426932f;
+}
+// softplus in units of log(2): log2(1 + 2^y), relative error 1.4e-6 of its distance from max(y, 0).
+__device__ __forceinline__ float softplus2(float y) {
+  const float e = exp2_fast(-fabsf(y));
+  return log2p_ratio(e) * e + fmaxf(y, 0.0f);
+}
+
+// A large rate makes much of a softplus that is no normal float32. But where anything is left of the state, that
+// softplus is exp(x), so its rate is held to 2^24, and what that takes away is added to the input: within 1e-5 of the
+// same step.
+constexpr float LARGEST_SOFTPLUS_A_LOG = 16.635532f;  // log(2^24)
+constexpr float LARGEST_A_LOG = 88.722839f;           // log(LARGEST)
+__device__ __forceinline__ float softplus_rate_of(float A_log) {
+  return rate_of(min_or_nan(A_log, LARGEST_SOFTPLUS_A_LOG));
+}
+__device__ __forceinline__ float softplus_shift_of(float A_log) {
+  return fmaxf(fminf(A_log, LARGEST_A_LOG) - LARGEST_SOFTPLUS_A_LOG, 0.0f);
 }
 
 // 1 / (1 + exp(-x))

@@ -43,12 +43,16 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
                          reinterpret_cast<int*>(memory + OFFSET(SharedMemory, picked)));
   const SequenceHead sequence = make_sequence_head(p, n, item % p.HV, C);
   Gate gate = make_gate(p, sequence.hv);
-  bool sum_first = false;  // every warp looks at all channels, as each prepares all of them
-  for (int c = thread_index() & 31; c < K; c += 32)
-    sum_first |= needs_sum_first(gate, load_bias(p, sequence.hv, c));
-  gate.sum_first = warp_any(sum_first);
   float* bias = reinterpret_cast<float*>(memory + OFFSET(SharedMemory, bias));
-  for (int c = thread_index(); c < K; c += THREADS) bias[c] = given_bias(gate, load_bias(p, sequence.hv, c));
+  if (gate.kind == GATE_SOFTPLUS) {
+    bool large = false;  // every warp looks at all channels, as each prepares all of them
+    for (int c = thread_index() & 31; c < K; c += 32) large |= is_large_bias(load_bias(p, sequence.hv, c) + gate.shift);
+    gate.rare |= warp_any(large);
+  }
+  for (int c = thread_index(); c < K; c += THREADS) {
+    const float x = load_bias(p, sequence.hv, c) + gate.shift;
+    bias[c] = gate.kind == GATE_SOFTPLUS ? softplus_bias(gate.rare, x) : x;
+  }
 #if CLUSTER > 1
   sync_block();
   sync_cluster();

@@ -134,12 +134,7 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
   for (int slice = 0; slice < SLICES; ++slice) {
     float sum[2][8], total[8];
     const u32 biases = bias + 4 * (32 * slice + 8 * l.t);
-    if (gate.sum_first) {
-      gate_steps<true>(raw, gate, biases, sum);
-    } else {
-      gate_steps<false>(raw, gate, biases, sum);
-    }
-    if (left < 2) clear_past_end(raw, sum, left);
+    gate_steps(raw, gate, biases, left, sum);
     NextLoad next = {from, slice + 1, left};
     if (slice == SLICES - 1) {
       advance(from);

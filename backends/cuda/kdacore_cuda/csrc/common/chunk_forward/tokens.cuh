@@ -18,17 +18,7 @@ struct Raw {
 
 __device__ __forceinline__ int token_pair_of(int g) { return (g & 4) | (g & 1) << 1 | (g & 2) >> 1; }
 
-// Tokens past the end: zero queries and keys, and gate inputs that mean no decay (not where sums come first).
-__device__ __forceinline__ void clear_past_end(Raw& raw, int left, u32 closed) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i < left) continue;
-    raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int j = 0; j < G_VECTORS; ++j) raw.g[i][j] = make_uint4(closed, closed, closed, closed);
-  }
-}
-// The same after the steps were computed, of any gate.
+// Tokens past the end: zero queries and keys, no decay.
 __device__ __forceinline__ void clear_past_end(Raw& raw, float (&steps)[2][8], int left) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -54,33 +44,54 @@ __device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
 #endif
 }
 
-// log2 decays of both tokens. SUM_FIRST: of a gate whose sum_first is set.
-template <bool SUM_FIRST>
-__device__ __forceinline__ void gate_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
-  if (gate.kind == GATE_LOG) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      s[0][e] = gate_input(raw, 0, e) * LOG2E;
-      s[1][e] = gate_input(raw, 1, e) * LOG2E;
-    }
-    return;
-  }
-  const float4 b0 = load_shared4(bias_at), b1 = load_shared4(bias_at + 16);
-  const float bias[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-#if !BOUNDED
-  if (gate.kind == GATE_SOFTPLUS) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) s[i][e] = softplus_step<SUM_FIRST>(gate, gate_input(raw, i, e), bias[e]);
-    }
-    return;
-  }
-#endif
+struct Biases {
+  float x[8];
+};
+__device__ __forceinline__ Biases load_biases(u32 at) {
+  const float4 a = load_shared4(at), b = load_shared4(at + 16);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+template <class F>
+__device__ __forceinline__ void each_input(const Raw& raw, float (&s)[2][8], F step) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) s[i][e] = sigmoid_step<SUM_FIRST>(gate, gate_input(raw, i, e), bias[e]);
+    for (int i = 0; i < 2; ++i) s[i][e] = step(gate_input(raw, i, e), e);
+  }
+}
+// Of gates that are not rare.
+__device__ __forceinline__ void usual_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
+  if (gate.kind == GATE_LOG) {
+    each_input(raw, s, [&](float x, int) { return x * LOG2E; });
+    return;
+  }
+  const Biases bias = load_biases(bias_at);
+#if !BOUNDED
+  if (gate.kind == GATE_SOFTPLUS) {
+    each_input(raw, s, [&](float x, int e) { return softplus_step(gate, LOG2E * x + bias.x[e]); });
+    return;
+  }
+#endif
+  each_input(raw, s, [&](float x, int e) { return sigmoid_step(gate, x + bias.x[e]); });
+}
+__device__ __forceinline__ void rare_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
+  const Biases bias = load_biases(bias_at);
+#if !BOUNDED
+  if (gate.slope != 0.0f) {
+    each_input(raw, s, [&](float x, int e) { return softplus_step(gate, LOG2E * (x + bias.x[e])); });
+    return;
+  }
+#endif
+  const float still = still_step(gate);
+  each_input(raw, s, [&](float x, int e) { return nothing_of(x + bias.x[e]) + still; });
+}
+// log2 decays of both tokens, 0 past the end. One branch for all that is seldom.
+__device__ __forceinline__ void gate_steps(Raw& raw, const Gate& gate, u32 bias_at, int left,
+                                           float (&s)[2][8]) {
+  usual_steps(raw, gate, bias_at, s);
+  if (gate.rare || left < 2) {
+    if (gate.rare) rare_steps(raw, gate, bias_at, s);
+    clear_past_end(raw, s, left);
   }
 }
 
@@ -165,9 +176,9 @@ __device__ __forceinline__ float activate_beta(const ChunkForwardParams& p, u32 
 
 __device__ __forceinline__ Gate make_gate(const ChunkForwardParams& p, int hv) {
   const float A_log = p.A_log ? reinterpret_cast<const float*>(p.A_log)[hv] : 0.0f;
-  return make_gate(p.gate, A_log, 1.0f / p.lower_bound);
+  return make_gate<BOUNDED>(p.gate, A_log, 1.0f / p.lower_bound);
 }
 
 __device__ __forceinline__ float load_bias(const ChunkForwardParams& p, int hv, int channel) {
-  return p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K_DIM + channel, p.bias_type) : 0.0f;
+  return p.dt_bias ? held_bias(load_scalar(p.dt_bias, (long long)hv * K_DIM + channel, p.bias_type)) : 0.0f;
 }

@@ -190,7 +190,7 @@ __device__ __forceinline__ RawGate<N> load_gate(const RecurrentParams& p, const 
 template <int N>
 struct Gate {
   float bias[N];
-  float slope;  // -log2(e) exp(A_log)
+  float rate;  // exp(A_log)
 };
 
 template <int N>
@@ -199,13 +199,23 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
 #pragma unroll
   for (int i = 0; i < N; ++i) gate.bias[i] = 0.0f;
   if (p.dt_bias && scalar_gate(p)) {
-    const float bias = to_float(raw.scalar_bias, bias_type(p));
+    const float bias = held_bias(to_float(raw.scalar_bias, bias_type(p)));
 #pragma unroll
     for (int i = 0; i < N; ++i) gate.bias[i] = bias;
   } else if (p.dt_bias) {
     to_floats(gate.bias, raw.bias, bias_type(p));
+#pragma unroll
+    for (int i = 0; i < N; ++i) gate.bias[i] = held_bias(gate.bias[i]);
   }
-  gate.slope = p.A_log ? slope_of(rate_of(__uint_as_float(raw.A_log))) : -LOG2E;
+  gate.rate = 1.0f;
+  if (p.A_log && p.gate == GATE_SOFTPLUS) {
+    const float A_log = __uint_as_float(raw.A_log);
+    gate.rate = softplus_rate_of(A_log);
+#pragma unroll
+    for (int i = 0; i < N; ++i) gate.bias[i] += softplus_shift_of(A_log);
+  } else if (p.A_log) {
+    gate.rate = rate_of(__uint_as_float(raw.A_log));
+  }
   return gate;
 }
 
@@ -213,14 +223,19 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
 template <int N>
 __device__ __forceinline__ void decays(const RecurrentParams& p, float (&x)[N], const Gate<N>& gate) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = limit(x[i] + gate.bias[i], LARGEST);  // finite, as the slope may be 0
+  for (int i = 0; i < N; ++i) x[i] += gate.bias[i];
+  if (gate.rate == 0.0f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = nothing_of(x[i]);
+  }
   if (p.gate == GATE_SIGMOID) {
+    const float slope = slope_of(gate.rate);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      x[i] = exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(gate.slope * x[i])));
+      x[i] = exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(slope * x[i])));
   } else if (p.gate == GATE_SOFTPLUS) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp2_fast(gate.slope * softplus(x[i]));
+    for (int i = 0; i < N; ++i) x[i] = exp2_fast(-gate.rate * softplus2(LOG2E * x[i]));
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * x[i]);

@@ -92,7 +92,7 @@ __device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBac
   const float largest = mask_pairs(pairs, l);
   if (l.lane == 0)
     store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), __float_as_uint(largest));
-  store_gate_parameters(gate_loads, gate, l);
+  store_gate_parameters(p, gate_loads, gate, l);
   sync_block();
   const Scaling by = make_scaling(shared, p.centre);
   if (l.thread == 0) store_shared(shared + OFFSET(SharedMemory, scaling), by.shrink, by.grow);

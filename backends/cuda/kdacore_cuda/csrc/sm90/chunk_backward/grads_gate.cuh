@@ -3,24 +3,36 @@
 
 #include "sm90/chunk_backward/grads_loads.cuh"
 
-// dt_bias and exp(A_log) of unit n of the block: loaded early, stored to shared memory later by the
-// same thread.
+// dt_bias of a channel or, by one thread, A_log of the head: asked for early, used later by the same thread, so that no
+// thread waits for it in between.
 struct GateLoads {
   float x;
 };
 __device__ __forceinline__ GateLoads load_gate(const ChunkBackwardParams& p, int hv, const Lane& l) {
-  GateLoads r = {l.thread < K ? 0.0f : 1.0f};
+  GateLoads r = {0.0f};
   if (l.thread < K && p.dt_bias) r.x = load_scalar(p.dt_bias, (long long)hv * K + l.thread, p.bias_type);
-  if (l.thread == K && p.A_log) r.x = rate_of(reinterpret_cast<const float*>(p.A_log)[hv]);
+  if (l.thread == K && p.A_log) r.x = reinterpret_cast<const float*>(p.A_log)[hv];
   return r;
 }
-__device__ __forceinline__ void store_gate_parameters(const GateLoads& gate, u32 to, const Lane& l) {
-  if (l.thread <= K) store_shared(to + 4 * l.thread, __float_as_uint(gate.x));
+__device__ __forceinline__ bool is_softplus(const ChunkBackwardParams& p) {
+  return !BOUNDED && p.gate == GATE_SOFTPLUS;
+}
+__device__ __forceinline__ void store_gate_parameters(const ChunkBackwardParams& p, const GateLoads& gate, u32 to,
+                                                      const Lane& l) {
+  if (l.thread < K) store_shared(to + 4 * l.thread, __float_as_uint(held_bias(gate.x)));
+  if (l.thread != K) return;
+  store_shared(to + OFFSET(GateParameters, rate),
+               __float_as_uint(is_softplus(p) ? softplus_rate_of(gate.x) : rate_of(gate.x)));
+  if (is_softplus(p))
+    store_shared(to + OFFSET(GateParameters, shift), __float_as_uint(softplus_shift_of(gate.x)));
 }
 
 // g + dt_bias of every element.
-__device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32 shared, const Lane& l) {
-  const float bias[2] = {load_shared1(gate + 4 * l.channel), load_shared1(gate + 4 * l.channel + 32)};
+__device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate,
+                                                 u32 shared, const Lane& l) {
+  const float shift = is_softplus(p) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
+  const float bias[2] = {load_shared1(gate + 4 * l.channel) + shift,
+                         load_shared1(gate + 4 * l.channel + 32) + shift};
 #if G_FLOAT
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
@@ -39,18 +51,13 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], u32 gate, u32
 #endif
 }
 
-// A rate of 0 leaves nothing of inputs, infinite ones included.
-__device__ __forceinline__ void scale_by_zero(float (&x)[4][4]) {
-  each([&](int j, int e) { x[j][e] = min_or_nan(fabsf(x[j][e]), 0.0f); });
-}
-
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
 // element, and at the end of each anchor's tokens of the lane's two channels. Sums use earlier
 // tokens only: later ones must not change their last bits.
 __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS],
                                        const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
-  load_gate_inputs(up, gate, shared, l);
+  load_gate_inputs(up, p, gate, shared, l);
   const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
   if (rate == 0.0f && p.gate != GATE_LOG) scale_by_zero(up);
   if (p.gate == GATE_SIGMOID) {
@@ -108,7 +115,7 @@ __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float
 __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
                                                   float grow, int rows, u32 shared, const Lane& l) {
   float x[4][4];
-  load_gate_inputs(x, gate, shared, l);
+  load_gate_inputs(x, p, gate, shared, l);
   if (rows < C) {
     const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
@@ -127,10 +134,11 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkB
     });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
     each([&](int j, int e) {
-      const float step = max_or_nan(-a * softplus2(LOG2E * x[j][e]), p.floor),
-                  dstep = step > p.floor ? d[j][e] * grow : 0.0f;
-      d[j][e] = dstep * (-a * sigmoid(x[j][e]));
-      sums.rate += dstep * step;
+      const float step = -a * softplus2(LOG2E * x[j][e]), slope = -a * sigmoid(x[j][e]),
+                  dstep = d[j][e] * grow;
+      const bool kept = !(step < p.floor);  // not where a step is infinite, but where it is NaN
+      d[j][e] = kept ? dstep * slope : 0.0f;
+      if (kept) sums.rate += dstep * step;
     });
     sums.rate *= LN2;
   } else {

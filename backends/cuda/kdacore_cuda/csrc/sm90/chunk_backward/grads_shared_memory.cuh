@@ -29,7 +29,9 @@ struct WarpgroupOperand {
 constexpr u32 OPERAND_BYTES = sizeof(WarpgroupOperand);
 struct GateParameters {
   float bias[K];  // dt_bias
-  float rate[4];  // exp(A_log), padded
+  float rate;     // exp(A_log), of the softplus what is left of it
+  float shift;    // of the softplus
+  float padding[2];
 };
 constexpr u32 GATE_PITCH = sizeof(GateParameters), STATES_PITCH = sizeof(float[2][K]);
 

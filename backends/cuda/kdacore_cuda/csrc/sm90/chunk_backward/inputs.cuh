@@ -23,7 +23,7 @@ __device__ __forceinline__ float load_A_log(const ChunkBackwardParams& p, int hv
   return p.A_log ? __uint_as_float(load_global4(p.A_log + 4ll * hv)) : 0.0f;
 }
 __device__ __forceinline__ Gate gate_from(const ChunkBackwardParams& p, float A_log) {
-  return make_gate(p.gate, A_log, reciprocal(p.lower_bound));
+  return make_gate<BOUNDED>(p.gate, A_log, reciprocal(p.lower_bound));
 }
 __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) {
   return gate_from(p, load_A_log(p, hv));
@@ -32,23 +32,6 @@ __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) 
 __device__ __forceinline__ u32 load_bias_bits(const ChunkBackwardParams& p, int hv, int channel) {
   if (!p.dt_bias) return 0;
   return load_bits(p.dt_bias + (long long)(hv * K + channel) * type_size(p.bias_type), p.bias_type);
-}
-
-// Adds biases to inputs if that comes first, which leaves no bias to add to products. The i-th bias is
-// in shared memory at biases + 32 i. (Steps apart for either kind of gate, as the forward has them,
-// would spill in the prepare kernel of bounded gates.)
-__device__ __forceinline__ void add_biases(float (&x)[4][8], const Gate& gate, u32 biases) {
-  if (!gate.sum_first) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float bias = load_shared1(biases + 32 * i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[i][j] = finite_sum(x[i][j], bias);
-  }
-}
-// The bias that is left to add to products.
-__device__ __forceinline__ float remaining_bias(const Gate& gate, u32 biases, int i) {
-  return gate.sum_first ? 0.0f : load_shared1(biases + 32 * i);
 }
 
 __device__ __forceinline__ float activate_beta(const ChunkBackwardParams& p, float beta) {

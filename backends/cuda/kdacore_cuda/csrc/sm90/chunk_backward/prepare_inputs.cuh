@@ -72,27 +72,27 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
   }
 }
 
-// What a thread asks for: the gate's bias of a channel, one of those that its warp's strip has; beta of
-// a row by the first 64 threads. First what is in device memory, then what it stands for. `beta`:
-// element of row 0.
-struct Parameter {
-  u32 beta, bias;
-};
-__device__ __forceinline__ Parameter load_parameter(const ChunkBackwardParams& p, long long beta, int rows,
-                                                    int hv, int i) {
-  return {i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
-                            : 0,
-          load_bias_bits(p, hv, i & K - 1)};
+// beta of each row by the first 64 threads, the gate's bias of each channel by the last 128; first
+// what is in device memory, then what it stands for. `beta`: element of row 0.
+__device__ __forceinline__ u32 load_parameter(const ChunkBackwardParams& p, long long beta, int rows, int hv,
+                                              int i) {
+  if (i >= THREADS - K) return load_bias_bits(p, hv, i - (THREADS - K));
+  return i < rows && i < C ? load_bits(p.beta + (beta + i * p.beta_st) * type_size(p.beta_type), p.beta_type)
+                           : 0;
 }
-__device__ __forceinline__ void store_beta(const ChunkBackwardParams& p, const Parameter& x, int rows,
-                                           u32 shared, int i) {
+__device__ __forceinline__ void store_beta(const ChunkBackwardParams& p, u32 bits, int rows, u32 shared,
+                                           int i) {
   if (i >= C) return;
-  const float beta = i < rows ? activate_beta(p, from_bits(x.beta, p.beta_type)) : 0.0f;
+  const float beta = i < rows ? activate_beta(p, from_bits(bits, p.beta_type)) : 0.0f;
   store_shared(shared + OFFSET(SharedMemory, beta) + 4 * i, __float_as_uint(beta));
 }
-__device__ __forceinline__ void store_bias(const ChunkBackwardParams& p, const Parameter& x, u32 shared,
-                                           Gate& gate, int i) {
-  const float bias = decide_bias(gate, from_bits(x.bias, p.bias_type));
-  if (i >= THREADS - K)
-    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (i - (THREADS - K)), __float_as_uint(bias));
+__device__ __forceinline__ void store_bias(const ChunkBackwardParams& p, u32 bits, u32 shared,
+                                           const Gate& gate, int i) {
+  if (i < THREADS - K) return;
+  float bias = held_bias(from_bits(bits, p.bias_type));
+  if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
+    bias += gate.shift;
+    bias = softplus_bias(gate.rare || warp_any(is_large_bias(bias)), bias);
+  }
+  store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (i - (THREADS - K)), __float_as_uint(bias));
 }

@@ -55,21 +55,32 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
     }
   } else {
     const u32 biases = shared + OFFSET(SharedMemory, bias) + 4 * (32 * s.slice + s.g);
-    add_biases(x, gate, biases);
-    if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
+    const auto add_biases = [&] {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float bias = remaining_bias(gate, biases, i);
+        const float bias = load_shared1(biases + 32 * i);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) x[i][j] = max_or_nan(softplus_step<false>(gate, x[i][j], bias), floor);
+        for (int j = 0; j < 8; ++j) x[i][j] += bias;
+      }
+      if (gate.slope == 0.0f) scale_by_zero(x);
+    };
+    if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
+      const bool rare = is_rare_bias(shared + OFFSET(SharedMemory, bias) + 4 * (32 * s.slice));
+      if (rare) add_biases();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float bias = rare ? 0.0f : load_shared1(biases + 32 * i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          x[i][j] = max_or_nan(softplus_step(gate, LOG2E * x[i][j] + bias), floor);
       }
     } else {
+      add_biases();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float bias = remaining_bias(gate, biases, i);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          x[i][j] = sigmoid_step<false>(gate, x[i][j], bias);
+          x[i][j] = sigmoid_step(gate, x[i][j]);
           if (!BOUNDED) x[i][j] = max_or_nan(x[i][j], floor);
         }
       }

@@ -68,13 +68,13 @@ __device__ __forceinline__ Tail find_tail(const CheckpointTailParams& p, int mar
   return {position - tokens, tokens, slot_at(p, p.mark_rows, mark, p.flags & FLAG_MARK_ROWS64)};
 }
 
-// `slope`: -log2(e) exp(A_log).
-__device__ __forceinline__ float decay_of(const CheckpointTailParams& p, float x, float bias, float slope) {
+// `bias`: with the softplus's shift.
+__device__ __forceinline__ float decay_of(const CheckpointTailParams& p, float x, float bias, float rate) {
   if (p.gate == GATE_LOG) return exp2_fast(LOG2E * x);
-  const float sum = limit(x + bias, LARGEST);  // finite, as the slope may be 0
+  const float sum = rate == 0.0f ? nothing_of(x + bias) : x + bias;
   if (p.gate == GATE_SIGMOID)
-    return exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(slope * sum)));
-  return exp2_fast(slope * softplus(sum));
+    return exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(slope_of(rate) * sum)));
+  return exp2_fast(-rate * softplus2(LOG2E * sum));
 }
 
 // Four neighbouring numbers of a row that is aligned so.
@@ -107,8 +107,13 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
     beta = load_scalar(p.beta, at(lane) * p.beta_st + hv * p.beta_sh, p.beta_type);
 #pragma unroll
   for (int e = 0; e < 4; ++e)
-    bias[e] = p.dt_bias ? load_scalar(p.dt_bias, (long long)hv * K + c + e, p.bias_type) : 0.0f;
-  const float slope = p.A_log ? slope_of(rate_of(reinterpret_cast<const float*>(p.A_log)[hv])) : -LOG2E;
+    bias[e] = p.dt_bias ? held_bias(load_scalar(p.dt_bias, (long long)hv * K + c + e, p.bias_type)) : 0.0f;
+  const float A_log = p.A_log ? reinterpret_cast<const float*>(p.A_log)[hv] : 0.0f;
+  const float rate = p.gate == GATE_SOFTPLUS ? softplus_rate_of(A_log) : rate_of(A_log);
+  if (p.gate == GATE_SOFTPLUS) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) bias[e] += softplus_shift_of(A_log);
+  }
 
   const auto store = [&](u32 to, const float (&x)[4]) {
     store_shared(shared + to + 4 * c, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
@@ -120,7 +125,7 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
     float x[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      d[i][e] = real(i) ? decay_of(p, d[i][e], bias[e], slope) : 1.0f;
+      d[i][e] = real(i) ? decay_of(p, d[i][e], bias[e], rate) : 1.0f;
       run[e] *= d[i][e];
       x[e] = k[i][e] * run[e];
     }

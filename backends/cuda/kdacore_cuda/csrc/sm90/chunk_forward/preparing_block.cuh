@@ -73,33 +73,38 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
     Source from = make_source(p, part.sequence, w.l, w.at.slice, token);
     // What comes from the caches is asked for before what comes from memory, as answers come in order.
     Gate gate = make_gate(p, task.hv);
-    float bias[2];
+    float bias[2] = {};
+    if (!w.at.half) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) bias[i] = load_bias(p, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
+      for (int i = 0; i < 2; ++i) bias[i] = load_bias(p, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
+    }
     Raw raw = {};
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
-    gate.sum_first = warp_any(needs_sum_first(gate, bias[0]) || needs_sum_first(gate, bias[1]));
+    const bool softplus = !BOUNDED && gate.kind == GATE_SOFTPLUS;
+    if (softplus) {
+      for (float& x : bias) x += gate.shift;
+      const bool rare = gate.rare || warp_any(is_large_bias(bias[0]) || is_large_bias(bias[1]));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) bias[i] = softplus_bias(rare, bias[i]);
+    }
     sync_pair(w.at.pair);
     if (!w.at.half) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        store_shared(memory + OFFSET(PairMemory, bias) + 128 * i + 4 * w.l.lane,
-                     __float_as_uint(given_bias(gate, bias[i])));
-      }
+      for (int i = 0; i < 2; ++i)
+        store_shared(memory + OFFSET(PairMemory, bias) + 128 * i + 4 * w.l.lane, __float_as_uint(bias[i]));
     }
     sync_pair(w.at.pair);
-    by_order(gate, [&](auto order) {
+    if (softplus) gate.rare = is_rare_bias(memory + OFFSET(PairMemory, bias));
 #pragma unroll 1
-      while (c < task.stop) {
-        const SliceStep step = next_slice(w.at.slice);
-        slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, [&] {
-          advance(from, step);
-          left -= step.chunks * C;
-        });
-        c += step.chunks;
-        set_slice(w, shared, memory, w.at.slice ^ 2);
-      }
-    });
+    while (c < task.stop) {
+      const SliceStep step = next_slice(w.at.slice);
+      slice_step(w, shared, gate, raw, c, from, left, [&] {
+        advance(from, step);
+        left -= step.chunks * C;
+      });
+      c += step.chunks;
+      set_slice(w, shared, memory, w.at.slice ^ 2);
+    }
   } while (advance_to_step(p, shared, task, c));
 }

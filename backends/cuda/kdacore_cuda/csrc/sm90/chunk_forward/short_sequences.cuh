@@ -64,6 +64,7 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
     left = (int)p.T - token;
   };
   const auto find_bias = [&] {
+    if (w.at.half) return 0.0f;
     const int channel = 32 * w.at.slice + w.l.lane;
     // opaque: recomputed for every head, as this kernel would spill a register otherwise.
     return load_bias(p, step.hv, BOUNDED && G_FLOAT ? opaque(channel) : channel);
@@ -83,9 +84,7 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
       find_inputs();
       if (c + STRIDE >= work.steps) left = 0;
     };
-    by_order(gate, [&](auto order) {
-      slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, to_next);
-    });
+    slice_step(w, shared, gate, raw, c, from, left, to_next);
     c += STRIDE;
     if (c >= work.steps) return;
     if (step.hv != hv) {

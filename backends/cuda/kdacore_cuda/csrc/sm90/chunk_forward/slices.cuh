@@ -245,14 +245,18 @@ __device__ __forceinline__ SliceWarp make_slice_warp(u32 shared, int warp) {
   return w;
 }
 
-// Both warps of a pair process the same task and share a bias, of which they decide the same.
+// Both warps of a pair process the same task and share a bias.
 __device__ __forceinline__ void store_bias(const SliceWarp& w, u32 shared, Gate& gate, float own_bias) {
-  own_bias = decide_bias(gate, own_bias);
+  const u32 first = shared + OFFSET(SharedMemory, bias) + 4 * (32 * w.at.slice);
+  const bool softplus = !BOUNDED && gate.kind == GATE_SOFTPLUS;
+  if (softplus) {
+    own_bias += gate.shift;
+    own_bias = softplus_bias(gate.rare || warp_any(is_large_bias(own_bias)), own_bias);
+  }
   sync_pair(w.at.pair);
-  if (!w.at.half)
-    store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (32 * w.at.slice + w.l.lane),
-                 __float_as_uint(own_bias));
+  if (!w.at.half) store_shared(first + 4 * w.l.lane, __float_as_uint(own_bias));
   sync_pair(w.at.pair);
+  if (softplus) gate.rare = is_rare_bias(first);
 }
 
 // Waits until a step's stage may be written.
@@ -289,16 +293,13 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
 // This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load. A second
 // half without tokens is computed like any other: both warps of a pair then reach each barrier at the same
 // instruction, without which compute-sanitizer's synccheck reports divergent threads.
-// SUM_FIRST is for gates whose sum_first is set: code of its own, since a branch in the step of all others costs 2 %.
-template <bool SUM_FIRST, class F>
+template <class F>
 __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
                                            const Source& from, int& left, F to_next) {
   w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
   receive_gate(raw, w.gate);
-  if (!SUM_FIRST && left < 2) clear_past_end(raw, left, closed_input(gate, G_FLOAT));
   float steps[2][8], across[8];
-  gate_steps<SUM_FIRST>(raw, gate, w.bias, steps);
-  if (SUM_FIRST && left < 2) clear_past_end(raw, steps, left);
+  gate_steps(raw, gate, w.bias, left, steps);
   to_next();
   Decays decays;
 #if BOUNDED
@@ -316,22 +317,6 @@ __device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate&
   Operands operands;
   prepare_slice(raw, decays, across, w.l, w.at, sums, operands, {from, left});
   hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
-}
-// Calls `steps` with whether the sum comes first as a constant: the steps of either kind of gate are loops of their own.
-// In one loop the two kinds would meet after each step, and registers that wait for loads would be copied there.
-struct SumFirst {
-  static constexpr bool value = true;
-};
-struct SumLast {
-  static constexpr bool value = false;
-};
-template <class F>
-__device__ __forceinline__ void by_order(const Gate& gate, F steps) {
-  if (gate.sum_first) {
-    steps(SumFirst{});
-  } else {
-    steps(SumLast{});
-  }
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
@@ -361,19 +346,17 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     left = tokens - first_token();
     // What comes from the caches is asked for before what comes from memory, as answers come in order.
     Gate gate = make_gate(p, task.hv);
-    const float own_bias = load_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
+    const float own_bias = w.at.half ? 0.0f : load_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
     store_bias(w, shared, gate, own_bias);
-    by_order(gate, [&](auto order) {
 #pragma unroll 1
-      for (; c < task.stop; c += STRIDE)
-        slice_step<decltype(order)::value>(w, shared, gate, raw, c, from, left, [&] {
-          advance(from);
-          left -= STRIDE * C;
-        });
-    });
+    for (; c < task.stop; c += STRIDE)
+      slice_step(w, shared, gate, raw, c, from, left, [&] {
+        advance(from);
+        left -= STRIDE * C;
+      });
     stopped = c + shift;
     const int hv = task.hv;
     move = move_to_step(p, shared, task, length, c);

@@ -40,9 +40,8 @@ __device__ __forceinline__ void make_units(const ChunkBackwardParams& p) {
     const uint4 qk = load_shared_u4(from), gb = load_shared_u4(from + 16), more = load_shared_u4(from + 32);
     const auto wide = [](u32 low, u32 high) { return (u64)high << 32 | low; };
     const int hv = (int)more.x, rows = (int)more.y;
-    Gate gate = make_gate(p, hv);
-    const Parameter parameter =
-        rows ? load_parameter(p, (long long)wide(gb.z, gb.w), rows, hv, thread) : Parameter{};
+    const Gate gate = make_gate(p, hv);
+    const u32 parameter = rows ? load_parameter(p, (long long)wide(gb.z, gb.w), rows, hv, thread) : 0;
     const u64 g = wide(gb.x, gb.y);
     if (rows) fetch_first_inputs(p, wide(qk.z, qk.w), g, rows, shared, thread);
     if (turn) {

@@ -16,8 +16,8 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
   fetch_inputs(p, address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2),
                address(p.g, p.g_sb, p.g_st, p.g_sh, u.hv, G_FLOAT ? 4 : 2), u.rows, shared, thread);
   store_beta(p, parameter, u.rows, shared, thread);
-  Gate gate = gate_from(p, parameter.A_log);
-  store_bias(p, parameter, shared, gate, thread);
+  const Gate gate = gate_from(p, parameter.A_log);
+  store_bias(p, parameter, shared, thread);
   make_unit(p, u.rows, gate, shared);
   if (thread == 0) {
     store_products(p, shared);

@@ -76,8 +76,8 @@ __device__ __forceinline__ void store_beta(const ChunkBackwardParams& p, const P
                __float_as_uint(fabsf(rounded) < 1e-30f ? 1.0f : beta * reciprocal(rounded)));
 }
 __device__ __forceinline__ void store_bias(const ChunkBackwardParams& p, const Parameter& x, u32 shared,
-                                           Gate& gate, int i) {
-  const float bias = decide_bias(gate, from_bits(x.bias, p.bias_type));
+                                           int i) {
+  const float bias = held_bias(from_bits(x.bias, p.bias_type));
   store_shared(shared + OFFSET(SharedMemory, totals) + 4 * i, __float_as_uint(bias));
 }
 

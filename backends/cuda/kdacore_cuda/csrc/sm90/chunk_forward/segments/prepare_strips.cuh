@@ -39,17 +39,6 @@ __device__ __forceinline__ void load_gates(float (&x)[8], u32 shared, const Stri
 #endif
 }
 
-// This lane's steps from its inputs. The bias of channel 8i + g is in shared memory at biases + 32 i.
-template <bool SUM_FIRST>
-__device__ __forceinline__ void sigmoid_steps(float (&x)[4][8], const Gate& gate, u32 biases) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float bias = load_shared1(biases + 32 * i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step<SUM_FIRST>(gate, x[i][j], bias);
-  }
-}
-
 // This lane's steps; 0 past the end.
 __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const Strip& s, const Gate& gate,
                                            float floor, int rows) {
@@ -62,11 +51,18 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
       for (int j = 0; j < 8; ++j) x[i][j] = max_or_nan(x[i][j] * LOG2E, floor);
     }
   } else {
-    const u32 biases = shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + s.g);
-    if (gate.sum_first) {
-      sigmoid_steps<true>(x, gate, biases);
-    } else {
-      sigmoid_steps<false>(x, gate, biases);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float bias =
+          load_shared1(shared + OFFSET(SharedMemory, totals) + 4 * (K * s.half + 32 * s.slice + 8 * i + s.g));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[i][j] += bias;
+    }
+    if (gate.slope == 0.0f) scale_by_zero(x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[i][j] = sigmoid_step(gate, x[i][j]);
     }
   }
   if (rows == C) return;

@@ -17,7 +17,7 @@ from kdacore import contract
 from kdacore.arrays.torch.autograd import double_backward_error
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
-from kdacore.arrays.torch.tensor_views import REFUSED_SUBCLASSES, first_subclass
+from kdacore.arrays.torch.tensor_views import REFUSED_SUBCLASSES, as_plain, first_subclass
 from kdacore.contract.aliasing import check_memory
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
@@ -79,6 +79,11 @@ class Bound:
         self.needs_grad, forced, preferred, source, invariant = args[at : at + 5]
         self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source, invariant)
         self.rest = args[at + 5 :]
+
+    @classmethod
+    def with_values(cls, family: str, args: tuple[Any, ...]) -> Bound:
+        """Of a real call. Subclasses that come this far have memory: as plain tensors they are checked as such."""
+        return cls(family, tuple([as_plain(x) if isinstance(x, torch.Tensor) else x for x in args]))
 
     def plan(self) -> Plan:
         """The plan of a real call (tensors with values)."""
@@ -289,7 +294,7 @@ def as_result(x: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    bound = Bound(family, args)
+    bound = Bound.with_values(family, args)
     check_asked(bound)
     plan = bound.plan()
     if plan.writes:
@@ -303,13 +308,13 @@ def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def _gate(*args: Any) -> Any:
-    bound = Bound("gate", args)
+    bound = Bound.with_values("gate", args)
     check_asked(bound)
     return as_result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    bound = Bound(family, args)
+    bound = Bound.with_values(family, args)
     plan = bound.plan()
     if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
@@ -319,7 +324,7 @@ def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _gate_backward(*args: Any) -> list[torch.Tensor]:
-    bound = Bound("gate", args)
+    bound = Bound.with_values("gate", args)
     plan = bound.plan()
     if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")

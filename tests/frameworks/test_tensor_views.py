@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kdacore
+from kdacore import config
 from kdacore.api import public_function
 from kdacore.calls.arrays import make_arrays
 from kdacore.calls.description import CallDescription, options
@@ -415,6 +416,28 @@ def test_subclasses_that_are_served(make: Any) -> None:
             o = kdacore.fused_recurrent_kda(**{**WHOLE, name: make(x)}, backend=NAME)[0]
             same = o.a if hasattr(o, "a") else torch.Tensor(o)
             assert torch.equal(same, wanted)
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+@pytest.mark.parametrize(
+    "make", [lambda x: x.as_subclass(Functions), lambda x: Learned(x, requires_grad=False)]
+)
+def test_subclasses_are_checked_as_plain_tensors(op: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values are there: offsets are compared, and ``KDACORE_VALIDATE=values`` finds what it does elsewhere."""
+    arrays = make_arrays(CallDescription(op=op, kind="torch", shape=PACK))
+    function = public_function(op)
+    other = arrays["cu_seqlens"].clone()
+    other[1] += 1
+    for name in ("q", "beta", "cu_seqlens"):
+        given = {**arrays, name: make(arrays[name]), "cu_seqlens_cpu": other}
+        _refused(op, "cu_seqlens_cpu", given, lambda g=given: function(**g))  # type: ignore[misc]
+    monkeypatch.setenv("KDACORE_VALIDATE", "values")
+    config.refresh()
+    REGISTRY.register(ReadsMemory(), NAME)  # which the refresh took out
+    wrong = arrays["v"].clone()
+    wrong[0, 3] = float("nan")
+    given = {**arrays, "v": make(wrong)}
+    _refused(op, "v", given, lambda: function(**given))
 
 
 def _masked(x: torch.Tensor) -> Any:

@@ -64,6 +64,14 @@ def resolved(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()
 
 
+def as_plain(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as torch's dispatcher hands it to a kernel, without its class: the same memory."""
+    if type(x) in PLAIN:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
 def lazy_view(x: torch.Tensor) -> str:
     """What a tensor is whose values are not in its memory."""
     if x._is_zerotensor():

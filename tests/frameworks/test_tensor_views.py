@@ -225,6 +225,21 @@ def test_zeros_without_memory(op: str) -> None:
             assert _same(_run(op, given), _run(op, {**_copied(arrays), name: torch.zeros_like(x)}))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_whose_storage_has_been_freed(op: str, reads_memory: ReadsMemory) -> None:
+    """torch reads such a tensor with an error that names nothing, and writes it with a crash."""
+    arrays = make_arrays(CALLS[op])
+    for name in arrays:
+        for offset in (0, 1):
+            given = _copied(arrays)
+            whole = torch.stack([given[name], given[name]])
+            given[name] = whole[offset]
+            whole.untyped_storage().resize_(0)
+            others = {n: x for n, x in given.items() if n != name}
+            assert "freed" in _refused(op, name, others, lambda g=given: _run(op, g))  # type: ignore[misc]
+    assert not reads_memory.calls
+
+
 # --- gradients ------------------------------------------------------------------------------------------------------
 
 

@@ -153,7 +153,7 @@ def _hold_their_values(arrays: tuple[Any, ...]) -> bool:
     pass. False also where that is not known so fast: of empty tensors and those on the meta device."""
     try:
         for x in arrays:
-            if x is not None and (type(x) not in PLAIN or x.is_neg() or not x.data_ptr()):
+            if x is not None and (type(x) not in PLAIN or x.is_neg() or not x.untyped_storage().data_ptr()):
                 return False
     except (
         RuntimeError

@@ -154,6 +154,11 @@ BORROWED: dict[str, tuple[Callable[..., Outputs], dict[str, Any], str]] = {
     "an input": (lambda r, x: Outputs(x.v), {}, "o: got memory of the argument 'v'"),
     "a view": (lambda r, x: Outputs(x.q[:, :, :, :]), {}, "o: got memory of the argument 'q'"),
     "reversed": (lambda r, x: Outputs(x.k[:, ::-1]), {}, "o: got memory of the argument 'k'"),
+    "one element for all": (
+        lambda r, x: Outputs(np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), x.v.shape, (0,) * 4)),
+        {},
+        "o: got memory that overlaps itself",
+    ),
     "a state": (
         lambda r, x: Outputs(np.zeros_like(x.v), x.initial_state),
         {"initial_state": np.zeros((1, 2, 4, 4), np.float32), "output_final_state": True},

@@ -500,6 +500,9 @@ def test_tensors_that_are_refused(make: Any, said: str) -> None:
                 kdacore.fused_recurrent_kda(**{**WHOLE, name: make(WHOLE[name])}, backend=NAME)
             assert caught.value.argument == name
             assert said in caught.value.got
+        if said in ("MaskedTensor", "nested", "sparse", "mkldnn", "qint8", "Uninitialized"):
+            with pytest.raises(kdacore.ContractError, match=f"'{name}'.*{said}"):
+                kdacore.explain("fused_recurrent_kda", **{**WHOLE, name: make(WHOLE[name])})
 
 
 def test_tensors_left_over_from_transforms() -> None:
@@ -545,9 +548,27 @@ def test_distributed_tensors(name: str, mesh: Any) -> None:
                 kdacore.chunk_kda(**given, **dict(call.options))
             assert caught.value.argument == name
             assert "DTensor" in caught.value.got
+        with pytest.raises(kdacore.ContractError, match=f"'{name}'.*DTensor"):
+            kdacore.explain("chunk_kda", **{**arrays, name: placed}, **dict(call.options))
     every = {n: DTensor.from_local(x, mesh, [Replicate()], run_check=False) for n, x in arrays.items()}
     with pytest.raises(kdacore.ContractError, match="'q'.*DTensor"):
         kdacore.chunk_kda(**every, **dict(call.options))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "chunk_kda"])
+def test_distributed_tensors_of_every_op(op: str, mesh: Any) -> None:
+    """Written ones, indices and learned ones too; a parameter that is one."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    arrays = make_arrays(CALLS[op])
+    for name, x in arrays.items():
+        placed = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        _refused(op, name, {**arrays, name: placed}, lambda n=name, p=placed: _run(op, {**arrays, n: p}))  # type: ignore[misc]
+    if "A_log" in arrays:
+        learned = torch.nn.Parameter(
+            DTensor.from_local(arrays["A_log"], mesh, [Replicate()], run_check=False)
+        )
+        _refused(op, "A_log", {**arrays, "A_log": learned}, lambda: _run(op, {**arrays, "A_log": learned}))
 
 
 # --- the Triton backend, and compiled graphs ------------------------------------------------------------------------

@@ -7,7 +7,8 @@ between. Residuals beyond the inputs are not kept: their shapes would depend on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -255,15 +256,31 @@ def outside_graph(
     Raises:
         ContractError: a subclass that serves no operators but those it knows.
     """
-    try:
+    with subclasses_named(opdef, inputs):
         return call(opdef, inputs, options, backend, eager_call)
+
+
+@contextlib.contextmanager
+def subclasses_named(opdef: OpDef, inputs: Any) -> Iterator[None]:
+    """Raises :func:`refused_subclass` in place of torch's error."""
+    try:
+        yield
     except TypeError as error:
-        subclass = first_subclass(opdef.arrays, inputs)
-        if subclass is None or "handlers returned NotImplemented" not in str(error):
+        refusal = refused_subclass(opdef, inputs, error)
+        if refusal is None:
             raise
-        name, kind = subclass
-        want = "a plain tensor, or a subclass that serves any operator"
-        raise ContractError(opdef.name, name, f"a {kind}", want) from error
+        raise refusal from error
+
+
+def refused_subclass(opdef: OpDef, inputs: Any, error: TypeError) -> ContractError | None:
+    """What to raise where a subclass serves no operators but those it knows; None for other errors."""
+    subclass = first_subclass(opdef.arrays, inputs)
+    if subclass is None or "handlers returned NotImplemented" not in str(error):
+        return None
+    name, kind = subclass
+    return ContractError(
+        opdef.name, name, f"a {kind}", "a plain tensor, or a subclass that serves any operator"
+    )
 
 
 def flat_arguments(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> tuple[Any, ...]:

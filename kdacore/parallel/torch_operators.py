@@ -80,6 +80,9 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, r
     return _run(opdef, inputs, plain.as_numbers(opdef, options), backend, ranks.name)
 
 
+refused_subclass, subclasses_named = plain.refused_subclass, plain.subclasses_named
+
+
 def _run(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, name: str) -> Outputs:
     given = dict(zip(opdef.options, options, strict=True))
     flat = plain.flat_arguments(opdef, inputs, options, backend)

@@ -72,6 +72,10 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "the device": lambda r: object.__setattr__(r.device, "type", "tpu"),
     "a dtype": lambda r: object.__setattr__(r.spec("q"), "dtype", "float64"),
     "its dictionary": lambda r: r.__dict__.update(scale=100.0),
+    "its class": lambda r: object.__setattr__(r, "__class__", type("Other", (), {})),
+    "a shape": lambda r: object.__setattr__(r.tensors[0][1], "shape", (9,)),
+    "its features": lambda r: object.__setattr__(r, "features", frozenset()),
+    "its state": lambda r: r.__setstate__({"scale": 100.0}),
 }
 
 

@@ -69,10 +69,13 @@ class Arguments:
     def _adapter(self, name: str) -> Adapter:
         adapter = adapter_of(self.arrays[name])
         if adapter is None:
-            got = type(self.arrays[name])
-            raise self.fail(
-                name, f"{got.__module__}.{got.__qualname__}", "a NumPy array, torch.Tensor or jax.Array"
+            kind = type(self.arrays[name])
+            got = (
+                f"a {kind.__name__}"
+                if kind.__module__ == "builtins"
+                else f"{kind.__module__}.{kind.__qualname__}"
             )
+            raise self.fail(name, got, "a NumPy array, torch.Tensor or jax.Array")
         if (problem := adapter.unreadable(self.arrays[name])) is not None:
             raise self.fail(name, *problem)
         return adapter
@@ -99,8 +102,10 @@ class Arguments:
     def rank(self, name: str, letters: str) -> tuple[int, ...]:
         """A given array must have one positive size for each axis in ``letters``."""
         got = self.specs[name].shape
-        if len(got) != len(letters.split(", ")):
-            raise self.fail(name, f"shape {list(got)}", f"{len(letters.split(', '))} dimensions [{letters}]")
+        dimensions = len(letters.split(", "))
+        if len(got) != dimensions:
+            want = f"{dimensions} dimension{'s' * (dimensions > 1)} [{letters}]"
+            raise self.fail(name, f"shape {list(got)}", want)
         if any(size < 1 for size in got):
             raise self.fail(name, f"shape {list(got)}", f"positive sizes [{letters}]")
         return got

@@ -125,11 +125,33 @@ def check_host_offsets(request: Request, inputs: Any, adapter: Adapter) -> None:
     )
 
 
+def check_known_offsets(request: Request, inputs: Any, adapter: Adapter) -> None:
+    """Check the offsets of a traced call that are no tracers and in host memory: a constant of the program, or the host
+    copy.
+
+    Raises:
+        ContractError: as :func:`check_host_offsets`.
+    """
+    known = {}
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        x = getattr(inputs, name)
+        own = None if x is None else adapter_of(x) or adapter
+        if own is None or own.is_traced(x) or own.device(x).type != "cpu":
+            continue
+        if getattr(x, "is_fully_addressable", True):  # else other processes hold parts of it
+            known[name] = own.host_values(x)
+    _offsets(request, known)
+
+
 def _offsets(request: Request, values: dict[str, Any]) -> None:
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         if name in values:
             check_offsets(request, name, values[name])
-    if "cu_seqlens_cpu" in values and (values["cu_seqlens_cpu"] != values["cu_seqlens"]).any():
+    if (
+        "cu_seqlens_cpu" in values
+        and "cu_seqlens" in values
+        and (values["cu_seqlens_cpu"] != values["cu_seqlens"]).any()
+    ):
         raise ContractError(
             request.op, "cu_seqlens_cpu", f"{values['cu_seqlens_cpu'].tolist()}", "the values of cu_seqlens"
         )

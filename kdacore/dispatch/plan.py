@@ -131,11 +131,15 @@ Check = Callable[[Request, Any, Adapter], None]
 
 def _check_of(request: Request, validate: bool) -> Check | None:
     """What reads values of a call: all of them where asked to, else offsets that are in host memory."""
-    if validate:
+    if validate and not request.traced:
         from kdacore.contract.values import check_values
 
         return check_values
-    if request.packed and request.device.type == "cpu" and not request.traced:
+    if request.packed and request.traced:
+        from kdacore.contract.values import check_known_offsets
+
+        return check_known_offsets
+    if request.packed and request.device.type == "cpu":
         from kdacore.contract.values import check_host_offsets
 
         return check_host_offsets

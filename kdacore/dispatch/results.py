@@ -181,8 +181,8 @@ def _check_memory(
 
 
 def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) -> str:
-    """A result that has no memory of its own, in words: what a caller does to it would change an input, or another
-    result. Empty when there is none.
+    """A result that has no memory of its own, in words: what a caller does to it would change an input, another result,
+    or more elements than one. Empty when there is none.
 
     Args:
         named: results by name.
@@ -199,6 +199,8 @@ def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) 
         if argument is not None:
             if memory != given.get(argument):
                 return f"{name}: got other memory than that of {argument!r}, which the call writes"
+        elif memory.overlaps_itself():
+            return f"{name}: got memory that overlaps itself; wanted memory of its own for each element"
         elif shared := next((other for other, theirs in given.items() if memory.overlaps(theirs)), None):
             return f"{name}: got memory of the argument {shared!r}; wanted memory of its own"
         elif shared := next((other for other, theirs in before.items() if memory.overlaps(theirs)), None):

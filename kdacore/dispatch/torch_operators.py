@@ -7,7 +7,8 @@ between. Residuals beyond the inputs are not kept: their shapes would depend on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from kdacore import contract
 from kdacore.arrays.torch.autograd import double_backward_error
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
-from kdacore.arrays.torch.tensor_views import REFUSED_SUBCLASSES, first_subclass
+from kdacore.arrays.torch.tensor_views import REFUSED_SUBCLASSES, as_plain, first_subclass
 from kdacore.contract.aliasing import check_memory
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
@@ -79,6 +80,11 @@ class Bound:
         self.needs_grad, forced, preferred, source, invariant = args[at : at + 5]
         self.policy = selection.Policy(forced, tuple(filter(None, preferred.split(","))), source, invariant)
         self.rest = args[at + 5 :]
+
+    @classmethod
+    def with_values(cls, family: str, args: tuple[Any, ...]) -> Bound:
+        """Of a real call. Subclasses that come this far have memory: as plain tensors they are checked as such."""
+        return cls(family, tuple([as_plain(x) if isinstance(x, torch.Tensor) else x for x in args]))
 
     def plan(self) -> Plan:
         """The plan of a real call (tensors with values)."""
@@ -250,15 +256,31 @@ def outside_graph(
     Raises:
         ContractError: a subclass that serves no operators but those it knows.
     """
-    try:
+    with subclasses_named(opdef, inputs):
         return call(opdef, inputs, options, backend, eager_call)
+
+
+@contextlib.contextmanager
+def subclasses_named(opdef: OpDef, inputs: Any) -> Iterator[None]:
+    """Raises :func:`refused_subclass` in place of torch's error."""
+    try:
+        yield
     except TypeError as error:
-        subclass = first_subclass(opdef.arrays, inputs)
-        if subclass is None or "handlers returned NotImplemented" not in str(error):
+        refusal = refused_subclass(opdef, inputs, error)
+        if refusal is None:
             raise
-        name, kind = subclass
-        want = "a plain tensor, or a subclass that serves any operator"
-        raise ContractError(opdef.name, name, f"a {kind}", want) from error
+        raise refusal from error
+
+
+def refused_subclass(opdef: OpDef, inputs: Any, error: TypeError) -> ContractError | None:
+    """What to raise where a subclass serves no operators but those it knows; None for other errors."""
+    subclass = first_subclass(opdef.arrays, inputs)
+    if subclass is None or "handlers returned NotImplemented" not in str(error):
+        return None
+    name, kind = subclass
+    return ContractError(
+        opdef.name, name, f"a {kind}", "a plain tensor, or a subclass that serves any operator"
+    )
 
 
 def flat_arguments(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object) -> tuple[Any, ...]:
@@ -289,7 +311,7 @@ def as_result(x: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    bound = Bound(family, args)
+    bound = Bound.with_values(family, args)
     check_asked(bound)
     plan = bound.plan()
     if plan.writes:
@@ -303,13 +325,13 @@ def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def _gate(*args: Any) -> Any:
-    bound = Bound("gate", args)
+    bound = Bound.with_values("gate", args)
     check_asked(bound)
     return as_result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    bound = Bound(family, args)
+    bound = Bound.with_values(family, args)
     plan = bound.plan()
     if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")
@@ -319,7 +341,7 @@ def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _gate_backward(*args: Any) -> list[torch.Tensor]:
-    bound = Bound("gate", args)
+    bound = Bound.with_values("gate", args)
     plan = bound.plan()
     if plan.impl.backward is None:
         raise RuntimeError(f"{plan.selection.backend} was selected for a gradient it cannot compute")

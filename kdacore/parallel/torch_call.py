@@ -35,9 +35,16 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if by_operators or torch.compiler.is_compiling():
         from kdacore.parallel import torch_operators  # here, as for plain calls: most calls need none
 
-        with _told(opdef.name, inputs, ranks):
+        with _told(opdef.name, inputs, ranks), torch_operators.subclasses_named(opdef, inputs):
             contract.build_request(opdef, inputs, options)
-        return torch_operators.call(opdef, inputs, options, backend, ranks)
+        try:
+            return torch_operators.call(opdef, inputs, options, backend, ranks)
+        except TypeError as error:
+            refusal = torch_operators.refused_subclass(opdef, inputs, error)
+            if refusal is None:
+                raise
+            with _told(opdef.name, inputs, ranks):  # the operator has not begun
+                raise refusal from error
 
     def make() -> SliceCall:
         return slice_call(opdef, inputs, options, (backend, PREFERENCE.get()), ranks)

@@ -80,6 +80,9 @@ def call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, r
     return _run(opdef, inputs, plain.as_numbers(opdef, options), backend, ranks.name)
 
 
+refused_subclass, subclasses_named = plain.refused_subclass, plain.subclasses_named
+
+
 def _run(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object, name: str) -> Outputs:
     given = dict(zip(opdef.options, options, strict=True))
     flat = plain.flat_arguments(opdef, inputs, options, backend)
@@ -96,7 +99,7 @@ def _call_of(bound: plain.Bound) -> SliceCall:
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
-    bound = plain.Bound("chunk", args)
+    bound = plain.Bound.with_values("chunk", args)
     plain.check_asked(bound)
     v, ranks = bound.inputs.v, ranks_of_name(bound.opdef.name, bound.rest[0])
     with Turn(ranks.progress) as alone:
@@ -115,7 +118,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _backward(*args: Any) -> list[torch.Tensor]:
-    bound = plain.Bound("chunk", args)
+    bound = plain.Bound.with_values("chunk", args)
     found = _call_of(bound)
     _, start, transitions, marks, do, dstate = bound.rest
     with torch.no_grad(), as_given(bound.inputs.q):

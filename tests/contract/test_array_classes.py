@@ -10,6 +10,7 @@ import pytest
 
 import kdacore
 from kdacore import stages
+from kdacore.api import public_function
 
 T, H, K = 8, 2, 8
 
@@ -129,3 +130,46 @@ def test_jax_arrays_that_are_gone() -> None:
             ):
                 with pytest.raises(kdacore.ContractError, match=f"'{name}'.*deleted or donated"):
                     ask()
+
+
+@pytest.mark.parametrize(
+    "op, names",
+    [
+        (
+            "fused_recurrent_kda",
+            ("q", "A_log", "initial_state", "state_indices", "cu_seqlens", "cu_seqlens_cpu"),
+        ),
+        ("kda_gate", ("g", "A_log", "dt_bias")),
+        ("kda_chunk_gate", ("g", "A_log", "cu_seqlens")),
+        ("kda_chunk_intra", ("q", "gc", "beta")),
+    ],
+)
+def test_jax_arrays_that_are_gone_of_every_kind_of_op(op: str, names: tuple[str, ...]) -> None:
+    """Also of objects that stand for an array."""
+    jax = pytest.importorskip("jax")
+    from kdacore.calls.arrays import make_arrays
+    from kdacore.calls.description import CallDescription, options
+    from kdacore.calls.values import Shape
+
+    class Holder:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+        def __jax_array__(self) -> Any:
+            return self.array
+
+    whole = op == "fused_recurrent_kda"
+    pack = Shape(B=1, T=8, H=2, HV=2, K=8, V=8, lengths=() if op == "kda_gate" else (3, 5))
+    call = CallDescription(
+        op=op, kind="jax", shape=pack, pool="indexed" if whole else "", host_offsets=whole,
+        options=options(use_gate_in_kernel=True) if whole else options(),
+    )  # fmt: skip
+    arrays, function = make_arrays(call), public_function(op)
+    for name in names:
+        for hold in (lambda x: x, Holder):
+            gone = jax.numpy.array(arrays[name], copy=True)
+            given = {**arrays, name: hold(gone)}
+            function(**given, **dict(call.options), backend="reference")
+            gone.delete()
+            with pytest.raises(kdacore.ContractError, match=f"'{name}'.*deleted or donated"):
+                function(**given, **dict(call.options))

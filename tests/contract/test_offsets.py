@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,13 @@ def _tokens(kind: Any) -> dict[str, Any]:
     return {n: to_kind(x, kind, "float32") for n, x in call.items()}
 
 
-def _refused(function: Callable[..., Any], argument: str, call: dict[str, Any]) -> None:
+def _refused(
+    function: Callable[..., Any], argument: str, call: dict[str, Any], *, by_backend: bool = False
+) -> None:
+    """``by_backend``: indices and counts are read by the backends that read values on the host."""
     with kdacore.record_selections() as ran, pytest.raises(kdacore.ContractError) as caught:
         function(**call)
-    assert (caught.value.argument, ran) == (argument, [])
+    assert (caught.value.argument, bool(ran)) == (argument, by_backend)
 
 
 @pytest.mark.parametrize("validate", ["shapes", "values"])
@@ -71,6 +75,93 @@ def test_hostile_offsets_of_a_compiled_program(values: list[int]) -> None:
     """XLA clips what it gathers, so nothing would fail: rows of the wrong sequence would be read."""
     offsets = to_kind(np.asarray(values, np.int32), "jax", "int32")
     _refused(kdacore.chunk_kda, "cu_seqlens", {**_tokens("jax"), "cu_seqlens": offsets, "backend": "xla"})
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_hostile_offsets_known_while_a_program_is_traced(op: str) -> None:
+    """Constants of the program and host copies are in host memory: the trace fails, nothing is compiled."""
+    jax = pytest.importorskip("jax")
+    call, function = _tokens("jax"), getattr(kdacore, op)
+    good, bad = (jax.numpy.asarray(x, "int32") for x in ([0, 3, 5, T], [0, 2**30, -5, T]))
+    other = np.asarray([0, 3, 6, T])
+
+    def constant(q: Any) -> Any:
+        return function(**{**call, "q": q}, cu_seqlens=bad)[0].sum()
+
+    for transformed, q in (
+        (jax.jit(constant), call["q"]),
+        (jax.grad(constant), call["q"]),
+        (jax.vmap(constant), call["q"][None]),
+    ):
+        _refused(lambda q, f=transformed: f(q), "cu_seqlens", {"q": q})
+    for host in (np.asarray([0, 2**40, -5, T]), np.asarray([0, 3, 5, T + 1])):
+        traced = jax.jit(lambda x, host=host: function(**call, cu_seqlens=x, cu_seqlens_cpu=host)[0])
+        _refused(traced, "cu_seqlens_cpu", {"x": good})
+    disagree = jax.jit(lambda q: function(**{**call, "q": q}, cu_seqlens=good, cu_seqlens_cpu=other)[0])
+    _refused(disagree, "cu_seqlens_cpu", {"q": call["q"]})
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_hostile_offsets_that_a_program_is_given(op: str) -> None:
+    """What is computed is undefined, but it ends: no loop counts tokens that there are not."""
+    jax = pytest.importorskip("jax")
+    call, function = _tokens("jax"), getattr(kdacore, op)
+    program = jax.jit(lambda offsets: function(**call, cu_seqlens=offsets)[0])
+    good = jax.numpy.asarray([0, 3, 5, T], "int32")
+    program(good).block_until_ready()
+    for values in ([0, 2**31 - 1, -5, T], [0, 2**31 - 1, -(2**31), T], [2**31 - 1, 0, -(2**31), 2**31 - 1]):
+        start = time.monotonic()
+        program(jax.numpy.asarray(values, "int32")).block_until_ready()
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_offsets_that_are_no_offsets_at_all(op: str) -> None:
+    """Of other types, dtypes and shapes, in either argument; views of any stride are offsets."""
+    call, good = _tokens("numpy"), np.asarray([0, 6, T])
+    function = getattr(kdacore, op)
+    strangers: tuple[Any, ...] = (
+        [0, 6, T], (0, 6, T), range(3), "016", T, {0: T}, good.astype("uint8"), good.astype("uint64"),
+        good.astype("float32"), good.astype(bool), good.astype(object), good.astype(">i8"), good[None],
+        good[:, None], good[:1], good[:0], np.asarray(T),
+    )  # fmt: skip
+    for stranger in strangers:
+        _refused(function, "cu_seqlens", {**call, "cu_seqlens": stranger})
+        _refused(function, "cu_seqlens_cpu", {**call, "cu_seqlens": good, "cu_seqlens_cpu": stranger})
+    wanted = function(**call, cu_seqlens=good)[0]
+    for view in (good[::-1].copy()[::-1], np.repeat(good, 2)[::2]):
+        assert (function(**call, cu_seqlens=view, cu_seqlens_cpu=view)[0] == wanted).all()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("value", [HIGHEST, 2**32, 2**32 + 1, 4])
+def test_row_numbers_and_positions_that_wrap(value: int, backend: str, kind: Any) -> None:
+    """The lowest int64 is an index below zero, so no slot, but no position."""
+    call = {**_tokens(kind), "cu_seqlens": to_kind(np.asarray([0, 5, T]), kind, "int64")}
+
+    def refused(function: Any, name: str, more: dict[str, Any]) -> None:
+        _refused(function, name, {**call, **more}, by_backend=True)
+
+    rows = {"state_indices": [1, 2], "write_indices": [1, 2]}
+    kept = {"checkpoint_offsets": [0, 5], "checkpoint_indices": [0, 3]}
+    options = {"inplace_state": True, "backend": backend}
+    for name in (*rows, *kept):
+        given = {**rows, **kept, name: [value, 0 if name == "checkpoint_indices" else 1]}
+        pool = to_kind(np.zeros((4, H, K, K), np.float32), kind, "float32")
+        arrays = {n: to_kind(np.asarray(x), kind, "int64") for n, x in given.items()}
+        refused(kdacore.chunk_kda, name, {"initial_state": pool, **arrays, **options})
+        assert not np.asarray(pool).any()
+    position = {n: to_kind(np.asarray(x), kind, "int64") for n, x in {**rows, **kept}.items()}
+    position["checkpoint_offsets"] = to_kind(np.asarray([LOWEST, 5]), kind, "int64")
+    pool = to_kind(np.zeros((4, H, K, K), np.float32), kind, "float32")
+    refused(kdacore.chunk_kda, "checkpoint_offsets", {"initial_state": pool, **position, **options})
+    table = to_kind(np.arange(2 * T).reshape(2, T), kind, "int64")
+    pool = to_kind(np.zeros((2 * T, H, K, K), np.float32), kind, "float32")
+    for accepted in (value + T, LOWEST, -1):
+        counts = to_kind(np.asarray([min(accepted, HIGHEST), 1]), kind, "int64")
+        more = {"initial_state": pool, "state_indices": table, "num_accepted_tokens": counts}
+        refused(kdacore.fused_recurrent_kda, "num_accepted_tokens", {**more, "backend": backend})
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

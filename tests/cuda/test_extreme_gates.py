@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
 from emulated_backend import HOPPER
 from extreme_gates import (
     BF16,
+    INF,
+    LARGEST,
     NOTHING,
     assert_bias_gradient,
     beyond,
@@ -25,6 +27,7 @@ from extreme_gates import (
 from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request
 from kdacore_cuda import chunk_backward, chunk_forward, recurrent, torch_launch
 from kdacore_cuda.chunk_backward import UNBOUNDED_FLOOR
+from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 pytestmark = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
@@ -35,6 +38,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 EACH_KIND = pytest.mark.parametrize(
     "kind", ["bounded", "softplus", pytest.param("wide bound", marks=exhaustive)]
 )
+GIVEN: dict[str, Any] = MODEL | {"use_gate_in_kernel": False, "output_final_state": True}
 LENGTHS = (0, 1, 31, 33)
 """Of a pack: no chunk of it is whole."""
 
@@ -261,3 +265,43 @@ def test_gradients_of_a_float16_gate_saturate(emulated: list[str]) -> None:
     assert torch.isfinite(narrow).all()
     assert torch.equal(narrow, wide.clamp(-65504, 65504).half())
     assert (narrow[:, :, inputs.A_log > 88].abs() == 65504).any()
+
+
+# --- log decays that are given --------------------------------------------------------------------------------------
+
+
+def given(T: int) -> ChunkInputs:
+    """Log decays without end, or as low as numbers go, in some channels, in all, and at the first token."""
+    x = draw(T, 9)
+    g = -torch.rand(1, T, 9, 128, generator=torch.Generator().manual_seed(2))
+    g[:, ::3, 0::3, ::2] = -INF
+    g[:, ::2, 1::3] = -LARGEST
+    g[:, 1::5, 2::3, :7] = -1e30
+    g[:, 0] = -INF
+    return x._replace(g=g, A_log=None, dt_bias=None)
+
+
+def finite(x: Any) -> Any:
+    """What the oracle is given in their place, whose sums stay numbers."""
+    return x._replace(g=x.g.clamp(min=-1e30))
+
+
+def test_given_log_decays(emulated: list[str]) -> None:
+    x = given(70)
+    request = dataclasses.replace(on_hopper(x, GIVEN), needs_grad=True)
+    grads = OutputGrads(Draw(3).normal(*x.v.shape), None)
+    got, want = chunk_forward.forward(request, x), oracle_forward(request, finite(x))
+    assert not beyond(2 * O_BOUND, got.o, want.o, 2)
+    assert not beyond(2 * STATE_BOUND, got.final_state, want.final_state, 1)
+    found = chunk_backward.backward(request, x, got.saved, grads)
+    for name, exact in oracle_backward(request, finite(x), grads)._asdict().items():
+        if exact is not None:
+            assert error(getattr(found, name), exact) < 2 * 8e-3, name
+
+
+def test_given_log_decays_of_single_steps(emulated: list[str]) -> None:
+    x = RecurrentInputs(*given(5)[:5])
+    request = dataclasses.replace(request_of("fused_recurrent_kda", x, **GIVEN), device=HOPPER)
+    got, want = recurrent.forward(request, x), oracle_forward(request, finite(x))
+    assert not beyond(2 * O_BOUND, got.o, want.o, 2)
+    assert not beyond(2 * STATE_BOUND, got.final_state, want.final_state, 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kdacore
+from kdacore import config
 from kdacore.api import public_function
 from kdacore.calls.arrays import make_arrays
 from kdacore.calls.description import CallDescription, options
@@ -224,6 +225,21 @@ def test_zeros_without_memory(op: str) -> None:
             assert _same(_run(op, given), _run(op, {**_copied(arrays), name: torch.zeros_like(x)}))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_whose_storage_has_been_freed(op: str, reads_memory: ReadsMemory) -> None:
+    """torch reads such a tensor with an error that names nothing, and writes it with a crash."""
+    arrays = make_arrays(CALLS[op])
+    for name in arrays:
+        for offset in (0, 1):
+            given = _copied(arrays)
+            whole = torch.stack([given[name], given[name]])
+            given[name] = whole[offset]
+            whole.untyped_storage().resize_(0)
+            others = {n: x for n, x in given.items() if n != name}
+            assert "freed" in _refused(op, name, others, lambda g=given: _run(op, g))  # type: ignore[misc]
+    assert not reads_memory.calls
+
+
 # --- gradients ------------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +433,28 @@ def test_subclasses_that_are_served(make: Any) -> None:
             assert torch.equal(same, wanted)
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+@pytest.mark.parametrize(
+    "make", [lambda x: x.as_subclass(Functions), lambda x: Learned(x, requires_grad=False)]
+)
+def test_subclasses_are_checked_as_plain_tensors(op: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values are there: offsets are compared, and ``KDACORE_VALIDATE=values`` finds what it does elsewhere."""
+    arrays = make_arrays(CallDescription(op=op, kind="torch", shape=PACK))
+    function = public_function(op)
+    other = arrays["cu_seqlens"].clone()
+    other[1] += 1
+    for name in ("q", "beta", "cu_seqlens"):
+        given = {**arrays, name: make(arrays[name]), "cu_seqlens_cpu": other}
+        _refused(op, "cu_seqlens_cpu", given, lambda g=given: function(**g))  # type: ignore[misc]
+    monkeypatch.setenv("KDACORE_VALIDATE", "values")
+    config.refresh()
+    REGISTRY.register(ReadsMemory(), NAME)  # which the refresh took out
+    wrong = arrays["v"].clone()
+    wrong[0, 3] = float("nan")
+    given = {**arrays, "v": make(wrong)}
+    _refused(op, "v", given, lambda: function(**given))
+
+
 def _masked(x: torch.Tensor) -> Any:
     from torch.masked import masked_tensor
 
@@ -462,6 +500,9 @@ def test_tensors_that_are_refused(make: Any, said: str) -> None:
                 kdacore.fused_recurrent_kda(**{**WHOLE, name: make(WHOLE[name])}, backend=NAME)
             assert caught.value.argument == name
             assert said in caught.value.got
+        if said in ("MaskedTensor", "nested", "sparse", "mkldnn", "qint8", "Uninitialized"):
+            with pytest.raises(kdacore.ContractError, match=f"'{name}'.*{said}"):
+                kdacore.explain("fused_recurrent_kda", **{**WHOLE, name: make(WHOLE[name])})
 
 
 def test_tensors_left_over_from_transforms() -> None:
@@ -507,9 +548,27 @@ def test_distributed_tensors(name: str, mesh: Any) -> None:
                 kdacore.chunk_kda(**given, **dict(call.options))
             assert caught.value.argument == name
             assert "DTensor" in caught.value.got
+        with pytest.raises(kdacore.ContractError, match=f"'{name}'.*DTensor"):
+            kdacore.explain("chunk_kda", **{**arrays, name: placed}, **dict(call.options))
     every = {n: DTensor.from_local(x, mesh, [Replicate()], run_check=False) for n, x in arrays.items()}
     with pytest.raises(kdacore.ContractError, match="'q'.*DTensor"):
         kdacore.chunk_kda(**every, **dict(call.options))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "chunk_kda"])
+def test_distributed_tensors_of_every_op(op: str, mesh: Any) -> None:
+    """Written ones, indices and learned ones too; a parameter that is one."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    arrays = make_arrays(CALLS[op])
+    for name, x in arrays.items():
+        placed = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        _refused(op, name, {**arrays, name: placed}, lambda n=name, p=placed: _run(op, {**arrays, n: p}))  # type: ignore[misc]
+    if "A_log" in arrays:
+        learned = torch.nn.Parameter(
+            DTensor.from_local(arrays["A_log"], mesh, [Replicate()], run_check=False)
+        )
+        _refused(op, "A_log", {**arrays, "A_log": learned}, lambda: _run(op, {**arrays, "A_log": learned}))
 
 
 # --- the Triton backend, and compiled graphs ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from pallas_cases import Case, build, check_backward, check_forward, output_grads, to_jax
 
+import kdacore
 from kdacore.calls.values import Shape, tensors
 from kdacore.testing import cases as conformance
 from kdacore.testing.matrix import plan
@@ -147,3 +148,39 @@ def test_kda_gate(A_log: float, lower_bound: float | None) -> None:
     inputs = GateInputs(g, np.full(1, A_log, np.float32), np.zeros((1, 1), np.float32))
     got = kda_gate(request, GateInputs(*map(jnp.asarray, inputs)))
     np.testing.assert_allclose(got, oracle_gate(request, inputs), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "chunk_kda",
+        "fused_recurrent_kda",
+        pytest.param("chunk_gated_delta_rule", marks=pytest.mark.exhaustive),
+        pytest.param("fused_recurrent_gated_delta_rule", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_given_log_decays_without_end(op: str, backend: str) -> None:
+    """What is given may be as low as it likes: everything is forgotten there, and nothing becomes NaN."""
+    rng = np.random.default_rng(0)
+    x = {n: rng.standard_normal((1, 70, 2, 20), dtype=np.float32) for n in ("q", "k", "v")}
+    x["beta"] = rng.random((1, 70, 2), dtype=np.float32)
+    g = -rng.random((1, 70, 2, 20), dtype=np.float32)
+    offsets = np.asarray([0, 35, 35, 70], np.int32)
+    more = {
+        "cu_seqlens": offsets,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "backend": backend,
+    }
+
+    def run(lowest: float) -> list[Any]:
+        given = g.copy()
+        given[:, ::3, :, ::2] = lowest
+        given[:, [0, 34, 69]] = lowest
+        with np.errstate(all="raise"):
+            return list(getattr(kdacore, op)(**x, g=given if "kda" in op else given[..., 0], **more)[:2])
+
+    for lowest in (-np.inf, -float(np.finfo(np.float32).max)):
+        for got, want in zip(run(lowest), run(-500.0), strict=True):
+            assert np.linalg.norm(got - want) <= 2e-5 * np.linalg.norm(want)

@@ -304,6 +304,27 @@ def batch_invariant(ranks: Any) -> Any:
         return call(ranks)
 
 
+def made_in_inference_mode(ranks: Any) -> Any:
+    x = arrays(grad=True)
+    with torch.inference_mode():
+        x[2] = torch.zeros(x[2].shape)
+    return kdacore.chunk_kda(*x, cp=ranks)
+
+
+class Refuses(torch.Tensor):
+    """Serves no function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+def a_subclass(ranks: Any) -> Any:
+    x = arrays()
+    x[2] = x[2].as_subclass(Refuses)
+    return kdacore.chunk_kda(*x, cp=ranks)
+
+
 OWN_ERRORS: dict[str, tuple[Work, type[Exception], str]] = {
     "shape": (short_beta, ContractError, "'beta'"),
     "pool": (lambda ranks: call(ranks, inplace_state=True), ContractError, "'inplace_state'"),
@@ -313,6 +334,8 @@ OWN_ERRORS: dict[str, tuple[Work, type[Exception], str]] = {
     "forced": (lambda ranks: call(ranks, backend="cuda"), UnsupportedError, "cuda"),
     "numpy": (lambda ranks: kdacore.chunk_kda(*[x.numpy() for x in arrays()], cp=ranks), ContractError, "'cp'"),
     "list": (lambda ranks: kdacore.chunk_kda([1.0], *arrays()[1:], cp=ranks), ContractError, "'q'"),  # type: ignore[call-overload]
+    "inference": (made_in_inference_mode, ContractError, "'v': got a tensor made in inference mode"),
+    "subclass": (a_subclass, ContractError, "'v': got a Refuses"),
     "device": (lambda ranks: kdacore.chunk_kda(arrays()[0].to("meta"), *arrays()[1:], cp=ranks), ContractError, "meta"),
 }  # fmt: skip
 

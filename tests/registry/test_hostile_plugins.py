@@ -72,6 +72,10 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "the device": lambda r: object.__setattr__(r.device, "type", "tpu"),
     "a dtype": lambda r: object.__setattr__(r.spec("q"), "dtype", "float64"),
     "its dictionary": lambda r: r.__dict__.update(scale=100.0),
+    "its class": lambda r: object.__setattr__(r, "__class__", type("Other", (), {})),
+    "a shape": lambda r: object.__setattr__(r.tensors[0][1], "shape", (9,)),
+    "its features": lambda r: object.__setattr__(r, "features", frozenset()),
+    "its state": lambda r: r.__setstate__({"scale": 100.0}),
 }
 
 
@@ -154,6 +158,11 @@ BORROWED: dict[str, tuple[Callable[..., Outputs], dict[str, Any], str]] = {
     "an input": (lambda r, x: Outputs(x.v), {}, "o: got memory of the argument 'v'"),
     "a view": (lambda r, x: Outputs(x.q[:, :, :, :]), {}, "o: got memory of the argument 'q'"),
     "reversed": (lambda r, x: Outputs(x.k[:, ::-1]), {}, "o: got memory of the argument 'k'"),
+    "one element for all": (
+        lambda r, x: Outputs(np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), x.v.shape, (0,) * 4)),
+        {},
+        "o: got memory that overlaps itself",
+    ),
     "a state": (
         lambda r, x: Outputs(np.zeros_like(x.v), x.initial_state),
         {"initial_state": np.zeros((1, 2, 4, 4), np.float32), "output_final_state": True},

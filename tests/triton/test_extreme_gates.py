@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kdacore
 from kdacore import contract
 from kdacore.ops import OPS
 from kdacore.testing.cases import Case
@@ -71,6 +72,24 @@ def test_gate(A_log: float, lower_bound: float | None) -> None:
     got, want = gate.backward(r, x, dlog), oracle_gate_backward(r, x, to_float64(dlog))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(to_float64(a), b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["given", "raw"])
+@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+def test_errors_that_numpy_was_asked_for(op: str, kind: str) -> None:
+    """The interpreter computes with NumPy: an overflow there is no error. Log decays may be infinite."""
+    d = torch.Generator().manual_seed(0)
+    x = {n: torch.randn(1, 20, 1, 20, generator=d).to(DEVICE) for n in ("q", "k", "v", "g")}
+    x["g"][:, ::3, :, ::2] = -torch.inf
+    if kind == "given":
+        x["g"] = -x["g"].abs()
+    given = {**x, "beta": torch.full((1, 20, 1), 0.5, device=DEVICE), "use_qk_l2norm_in_kernel": True}
+    if kind == "raw":
+        given |= {"A_log": torch.full((1,), 100.0, device=DEVICE), "use_gate_in_kernel": True}
+    with np.errstate(all="raise"):
+        o = getattr(kdacore, op)(**given, backend="triton")[0]
+    wanted = getattr(kdacore, op)(**given, backend="reference")[0]
+    assert (o - wanted).norm() < 2e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -21,9 +21,10 @@ Both are safe inside CUDA-graph capture once the specialisation has been launche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from triton import knobs
@@ -232,7 +233,9 @@ class BoundKernel:
             return None
         if launcher.interpreting or not _IS_CUDA:
             options = {"num_warps": self._num_warps, "num_stages": self._num_stages}
-            launcher.kernel[grid](*args, **self._constexprs, **options)
+            # The interpreter computes with NumPy, where the caller may have asked for errors.
+            with np.errstate(all="ignore") if launcher.interpreting else nullcontext():
+                launcher.kernel[grid](*args, **self._constexprs, **options)
             return None
         device = device_of(args)
         if device != current_device():

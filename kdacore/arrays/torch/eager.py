@@ -16,7 +16,7 @@ from kdacore import device as probes
 from kdacore.arrays.base import ADAPTERS
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
-from kdacore.arrays.torch.tensor_views import PLAIN, refuse_subclasses, resolve
+from kdacore.arrays.torch.tensor_views import PLAIN, problem_of, refuse_subclasses, resolve
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Device, FastCall, GateInputs, Outputs, Request, TensorSpec
@@ -103,7 +103,7 @@ class _TorchAdapter:
     def unreadable(self, x: Any) -> tuple[str, str] | None:
         if x.is_nested:  # which has no shape
             return "a nested tensor", "a tensor; sequences of a pack follow one another in it"
-        return None
+        return None if type(x) in PLAIN else problem_of(x)
 
     def unwritable(self, x: Any) -> tuple[str, str] | None:
         if x.is_inference() and not torch.is_inference_mode_enabled():
@@ -153,7 +153,7 @@ def _hold_their_values(arrays: tuple[Any, ...]) -> bool:
     pass. False also where that is not known so fast: of empty tensors and those on the meta device."""
     try:
         for x in arrays:
-            if x is not None and (type(x) not in PLAIN or x.is_neg() or not x.data_ptr()):
+            if x is not None and (type(x) not in PLAIN or x.is_neg() or not x.untyped_storage().data_ptr()):
                 return False
     except (
         RuntimeError

@@ -38,7 +38,7 @@ def resolve(
         written: names of those that the call writes.
 
     Raises:
-        ContractError: a lazy view that would be written; a tensor that no memory stands for.
+        ContractError: a lazy view that would be written; a tensor that no memory stands for, or whose memory is gone.
         UnsupportedError: a tensor of ``torch.func`` or of batched gradients.
     """
     found = [_unwrap(x) if type(x) in PLAIN else x for x in arrays]
@@ -51,6 +51,9 @@ def resolve(
                 op, name, "a functional tensor", "a tensor outside of torch.func.functionalize"
             )
         if type(x) in PLAIN:
+            if _is_freed(x):
+                want = "a tensor that holds its values"
+                raise ContractError(op, name, "a tensor whose storage has been freed", want)
             found[i] = resolved(x)
     return arrays if all(x is y for x, y in zip(arrays, found, strict=True)) else tuple(found)
 
@@ -59,9 +62,24 @@ def _is_lazy(x: torch.Tensor) -> bool:
     return bool(x.is_neg() or x.is_conj() or x._is_zerotensor())
 
 
+def _is_freed(x: torch.Tensor) -> bool:
+    """Has its storage been resized to nothing, as FSDP does with parameters? Whoever reads it may crash."""
+    if x.layout is not torch.strided or x.is_meta or x._is_zerotensor() or not x.numel():
+        return False
+    return not x.untyped_storage().data_ptr()
+
+
 def resolved(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or where its values are not in its memory a tensor that holds them."""
     return x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()
+
+
+def as_plain(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as torch's dispatcher hands it to a kernel, without its class: the same memory."""
+    if type(x) in PLAIN:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
 
 
 def lazy_view(x: torch.Tensor) -> str:

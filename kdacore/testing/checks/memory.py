@@ -27,6 +27,9 @@ def check_memory(case: Case, placed: dict[str, Placed], results: dict[str, Any],
         memory = memory_of(x)
         if memory is None or name in written:
             continue
+        findings.require(
+            f"{name} overlaps itself nowhere", not memory.overlaps_itself(), "elements share memory"
+        )
         shared = [other for other, theirs in others.items() if memory.overlaps(theirs)]
         findings.require(
             f"{name} has memory of its own", not shared, f"it shares some with {', '.join(shared)}"

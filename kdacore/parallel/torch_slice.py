@@ -309,6 +309,8 @@ def begun(
         if not alone:
             raise two_threads(opdef.name)
         found = make()
+        if found.request.needs_grad:
+            TORCH.check_saved(found.request, inputs)
         offsets = found.host_offsets(inputs)
     except Exception as error:
         tell(ranks, opdef.name, inputs, number, error)

@@ -8,11 +8,12 @@ internal structure. Reported: the median over rounds of each, in microseconds, a
 
 Quantities: ``import kdacore``; the first NumPy call of a process (without imports); dispatch of a call
 seen before whose backend does nothing (NumPy, torch, torch with gradients); on a GPU the host time of
-a decode and of a prefill call, of a training step (forward, and forward with backward, seven arrays that
-want gradients, nothing waited for) and of a training step of a function that does nothing, below which
-none can get, and the first call of a process, on the CUDA backend. ``--device stub`` measures the training
-steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; it
-reports the processor's time.
+a decode and of a prefill call, of prefill calls of lengths not seen before, of a training step
+(forward, and forward with backward, seven arrays that want gradients, nothing waited for) and of a
+training step of a function that does nothing, below which none can get, and the first call of a
+process, on the CUDA backend. ``--device stub`` measures the calls of new lengths and the training
+steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA
+tensors; it reports the processor's time.
 """
 
 from __future__ import annotations
@@ -90,6 +91,19 @@ def both(step):
     step().backward(weight)
     for y in leaves: y.grad = None
 """
+_NEW_LENGTHS = """
+x = tokens(1, 700, 2)
+torch.set_grad_enabled(False)
+def of_length(T): return {n: y[:, :T].contiguous() if y.dim() > 1 else y for n, y in x.items()}
+calls = [of_length(T) for T in range(64, 700)]
+for given in calls[:36]: kdacore.chunk_kda(**given, **options)
+taken = []
+for given in calls[36:]:
+    start = time.perf_counter()
+    kdacore.chunk_kda(**given, **options)
+    taken.append(time.perf_counter() - start)
+print(sorted(taken)[len(taken) // 4])
+"""
 _STEPS = {
     "training B1 H8, forward": "def call(): return forward()\n",
     "training B1 H8, forward and backward": "def call(): return both(forward)\n",
@@ -124,6 +138,7 @@ def _quantities(device: str) -> dict[str, str]:
         + _FIXED
         + _REPEAT.replace("COUNT", "100"),
     }
+    new_lengths = "import kdacore\n" + _NEW_LENGTHS
     if device == "cuda":
         repeat = _REPEAT.replace("COUNT", "50").replace(
             "    start = time.perf_counter()\n",
@@ -132,6 +147,7 @@ def _quantities(device: str) -> dict[str, str]:
         start = _HEAD + _ON[device] + _CUDA
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
         found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
+        found["prefill B1 H2 of lengths not seen before, host"] = start + new_lengths
         training = _TRAINING.replace("TOKENS", "512")
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
@@ -151,6 +167,9 @@ def _quantities(device: str) -> dict[str, str]:
         training = _TRAINING.replace("TOKENS", "64")
         # All of it is this process's own work, which other processes on the machine interrupt.
         repeat = _REPEAT.replace("COUNT", "100").replace("perf_counter", "process_time")
+        found["prefill B1 H2 of lengths not seen before, host"] = start + new_lengths.replace(
+            "perf_counter", "process_time"
+        )
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
         }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,14 +27,19 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if ranks.size == 1:
         return plain_call(opdef, arrays, options, backend)
     adapter: Any = adapter_of(inputs.q)
-    with _told(opdef.name, inputs, ranks):
-        by_operators, arrays = adapter.admit(opdef, arrays, options)
-    inputs = opdef.inputs(*arrays)
-    if by_operators or torch.compiler.is_compiling():
+    try:
+        by_operators, readable = adapter.admit(opdef, arrays, options)
+        if readable is not arrays:
+            inputs = opdef.inputs(*readable)
+        by_operators = by_operators or torch.compiler.is_compiling()
+        if by_operators:
+            contract.build_request(opdef, inputs, options)
+    except Exception as error:
+        _tell(opdef.name, inputs, ranks, error)
+        raise
+    if by_operators:
         from kdacore.parallel import torch_operators  # here, as for plain calls: most calls need none
 
-        with _told(opdef.name, inputs, ranks):
-            contract.build_request(opdef, inputs, options)
         return torch_operators.call(opdef, inputs, options, backend, ranks)
 
     def make() -> SliceCall:
@@ -56,13 +59,8 @@ def refused(opdef: OpDef, arrays: tuple[Any, ...], cp: Any, error: ContractError
             tell(ranks, opdef.name, arrays, ranks.progress.begin(), error)
 
 
-@contextmanager
-def _told(op: str, arrays: Any, ranks: TorchRanks) -> Iterator[None]:
+def _tell(op: str, arrays: Any, ranks: TorchRanks, error: Exception) -> None:
     """Tell the other ranks of an error before an operator runs; not while a graph is traced, which has no others."""
-    try:
-        yield
-    except Exception as error:
-        if not torch.compiler.is_compiling() and not any(isinstance(x, FakeTensor) for x in arrays):
-            with Turn(ranks.progress):
-                tell(ranks, op, arrays, ranks.progress.begin(), error)
-        raise
+    if not torch.compiler.is_compiling() and not any(isinstance(x, FakeTensor) for x in arrays):
+        with Turn(ranks.progress):
+            tell(ranks, op, arrays, ranks.progress.begin(), error)

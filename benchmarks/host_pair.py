@@ -3,16 +3,18 @@
     python -m benchmarks.host_pair BEFORE AFTER [--device cuda|stub] [--rounds 9] [--only TEXT] [--json out.json]
 
 ``BEFORE`` and ``AFTER`` are folders of kdacore checkouts. Every round starts a fresh process for each
-checkout and each quantity, in alternating order. Only public calls are made, so the two may have any
-internal structure. Reported: the median over rounds of each, in microseconds, and their ratio.
+checkout and each quantity, in alternating order. Only public calls are measured, so the two may have
+any internal structure. Reported: the median over rounds of each, in microseconds, and their ratio.
 
 Quantities: ``import kdacore``; the first NumPy call of a process (without imports); dispatch of a call
-seen before whose backend does nothing (NumPy, torch, torch with gradients); on a GPU the host time of
-a decode and of a prefill call, of a training step (forward, and forward with backward, seven arrays that
-want gradients, nothing waited for) and of a training step of a function that does nothing, below which
-none can get, and the first call of a process, on the CUDA backend. ``--device stub`` measures the training
-steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; it
-reports the processor's time.
+seen before whose backend does nothing (NumPy, torch, torch with gradients); the processor's time of a
+training step with ``cp=`` on one of two ranks, whose backend and exchange do nothing; on a GPU the
+host time of a decode and of a prefill call, of prefill calls of lengths not seen before, of a training
+step (forward, and forward with backward, seven arrays that want gradients, nothing waited for) and of
+a training step of a function that does nothing, below which none can get, and the first call of a
+process, on the CUDA backend. ``--device stub`` measures the calls of new lengths and the training
+steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA
+tensors; it reports the processor's time.
 """
 
 from __future__ import annotations
@@ -90,6 +92,36 @@ def both(step):
     step().backward(weight)
     for y in leaves: y.grad = None
 """
+_NEW_LENGTHS = """
+x = tokens(1, 700, 2)
+torch.set_grad_enabled(False)
+def of_length(T): return {n: y[:, :T].contiguous() if y.dim() > 1 else y for n, y in x.items()}
+calls = [of_length(T) for T in range(64, 700)]
+for given in calls[:36]: kdacore.chunk_kda(**given, **options)
+taken = []
+for given in calls[36:]:
+    start = time.perf_counter()
+    kdacore.chunk_kda(**given, **options)
+    taken.append(time.perf_counter() - start)
+print(sorted(taken)[len(taken) // 4])
+"""
+_ONE_RANK = """
+import torch
+torch.set_num_threads(1)
+def rand(*s): return torch.randn(*s)
+def call_of(rank):
+    x = {n: rand(1, 16, 2, 8) for n in ("q", "k", "v", "g")}
+    x |= dict(beta=rand(1, 16, 2), A_log=torch.zeros(2), dt_bias=torch.zeros(2, 8))
+    x = {n: a.requires_grad_() for n, a in x.items()}
+    leaves, weight = list(x.values()), torch.ones(1, 16, 2, 8)
+    options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                   safe_gate=True, lower_bound=-5.0, backend=NAME, cp=OneRank(rank, 2))
+    def step():
+        kdacore.chunk_kda(**x, **options)[0].backward(weight)
+        for y in leaves: y.grad = None
+    return step
+call = call_of(RANK)
+"""
 _STEPS = {
     "training B1 H8, forward": "def call(): return forward()\n",
     "training B1 H8, forward and backward": "def call(): return both(forward)\n",
@@ -124,6 +156,17 @@ def _quantities(device: str) -> dict[str, str]:
         + _FIXED
         + _REPEAT.replace("COUNT", "100"),
     }
+    new_lengths = "import kdacore\n" + _NEW_LENGTHS
+    one_rank = f"{Path(__file__).with_name('one_rank.py').read_text()}\ninstall()\n"
+    steps = _REPEAT.replace("COUNT", "100").replace("perf_counter", "process_time")
+    found |= {
+        f"training with cp=, rank {rank} of 2": one_rank
+        + _HEAD
+        + "import kdacore\n"
+        + _ONE_RANK.replace("RANK)", f"{rank})")
+        + steps
+        for rank in (0, 1)
+    }
     if device == "cuda":
         repeat = _REPEAT.replace("COUNT", "50").replace(
             "    start = time.perf_counter()\n",
@@ -132,6 +175,7 @@ def _quantities(device: str) -> dict[str, str]:
         start = _HEAD + _ON[device] + _CUDA
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
         found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
+        found["prefill B1 H2 of lengths not seen before, host"] = start + new_lengths
         training = _TRAINING.replace("TOKENS", "512")
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
@@ -150,7 +194,10 @@ def _quantities(device: str) -> dict[str, str]:
         start = stub + _HEAD + _ON[device] + _CUDA
         training = _TRAINING.replace("TOKENS", "64")
         # All of it is this process's own work, which other processes on the machine interrupt.
-        repeat = _REPEAT.replace("COUNT", "100").replace("perf_counter", "process_time")
+        repeat = steps
+        found["prefill B1 H2 of lengths not seen before, host"] = start + new_lengths.replace(
+            "perf_counter", "process_time"
+        )
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
         }

@@ -138,7 +138,7 @@ class Registry:
     @staticmethod
     def _info(registered: Registered) -> BackendInfo:
         b = registered.backend
-        gone = missing(b)
+        gone = missing(b, again=True)
         return BackendInfo(
             name=b.name,
             version=b.version,
@@ -153,14 +153,14 @@ class Registry:
     # --- changing what there is ---
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever the set of backends changes."""
+        """Call ``listener`` whenever the set of backends, or what they are known to miss, changes."""
         self._listeners.append(listener)
 
     def reset(self) -> None:
         """Forget everything; plugins are found and loaded again at the next use."""
         with self._lock:
             self._clear()
-        self._changed()
+        self.changed()
 
     @contextlib.contextmanager
     def without(self, names: Iterable[str]) -> Iterator[None]:
@@ -180,7 +180,7 @@ class Registry:
             self._load()
             record = self._adopt(plugin, name, BY_HAND, 0.0)
             self._plugins.append(record)
-        self._changed()
+        self.changed()
         if record.problem:
             raise PluginError(f"plugin {name}: {record.problem}\n{record.detail}".rstrip())
 
@@ -194,9 +194,10 @@ class Registry:
                 raise PluginError(f"no plugin named {name!r} is registered")
             self._backends = {k: r for k, r in self._backends.items() if r.plugin != name}
             self._plugins = [p for p in self._plugins if p.name != name]
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Tell every listener that the set of backends, or what they miss, has changed."""
         for listener in tuple(self._listeners):
             listener()
 
@@ -409,24 +410,52 @@ def _failed(name: str, distribution: str, seconds: float, problem: str, error: B
     return PluginRecord(name, distribution, seconds, (), problem, plugin_faults.traceback_of(error))
 
 
-def missing(backend: Backend, *, hardware: bool | None = None) -> list[tuple[str, str, str]]:
+_answers: dict[int, tuple[Requirement, str | None]] = {}
+"""What probes have answered since the set of backends last changed, by the requirement's identity: a plugin's probe
+need not be hashable. The requirement is kept alive, so its identity stays its own."""
+
+
+def _forget_answers() -> None:
+    """Ask every probe again. A new dictionary: a probe that is being asked may answer into the old one."""
+    global _answers
+    _answers = {}
+
+
+def missing(
+    backend: Backend, *, hardware: bool | None = None, again: bool = False
+) -> list[tuple[str, str, str]]:
     """What a backend misses on this machine: requirement, what is missing, remedy.
+
+    A probe is asked once and its answer kept until the set of backends changes, as :func:`kdacore.config.refresh` makes
+    it do: every call of a new kind wants to know. One that raised is asked again.
 
     Args:
         backend: the backend.
         hardware: only what belongs to the machine (True) or to its software (False).
+        again: ask all the same. Where something has been installed since, or removed, calls find out as well.
     """
-    found = []
+    found, changed, kept = [], False, _answers
     for requirement in backend.requirements:
         if hardware is not None and requirement.hardware is not hardware:
             continue
-        if (what := probe(requirement)[0]) is not None:
+        known = None if again else kept.get(id(requirement))
+        if known is None:
+            what, fault = probe(requirement)
+            before = kept.get(id(requirement))
+            changed = changed or (before is not None and before[1] != what)
+            if not fault:
+                kept[id(requirement)] = requirement, what
+        else:
+            what = known[1]
+        if what is not None:
             found.append((requirement.name, what, requirement.remedy))
+    if changed:
+        REGISTRY.changed()
     return found
 
 
 def probe(requirement: Requirement) -> tuple[str | None, str]:
-    """What is missing, None when nothing is; and the traceback of a probe that failed to say."""
+    """What is missing, None when nothing is; and the traceback of a probe that failed to say. Asked in any case."""
     what, error = plugin_faults.attempt(requirement.probe)
     if error is None and not isinstance(what, str | None):
         error = TypeError(f"a probe answers None or a str, not {plugin_faults.shown(what)}")
@@ -442,5 +471,6 @@ def implementation(registered: Registered, op: str) -> OpImpl:
 
 
 REGISTRY = Registry()
+REGISTRY.on_change(_forget_answers)
 config.on_refresh(REGISTRY.reset)
 config.renew_in_child(REGISTRY.renew_lock)

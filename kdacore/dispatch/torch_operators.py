@@ -19,7 +19,7 @@ from kdacore.arrays.torch.autograd import double_backward_error
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given, refuse_tangents
 from kdacore.arrays.torch.tensor_views import REFUSED_SUBCLASSES, as_plain, first_subclass
-from kdacore.contract.aliasing import check_memory
+from kdacore.contract.aliasing import check_memory, written_arguments
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
 from kdacore.errors import ContractError, UnsupportedError, contract_text
@@ -36,6 +36,12 @@ _OPTIONS = {
 _SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
 _NUMBERS: dict[str, type] = {"number": float, "count": int}
 _WHOLE_GRADS = InputGrads._fields
+_WRITABLE = {
+    family: tuple([a.name for a in opdef.array_arguments if a.writable])
+    for family, opdef in _FAMILIES.items()
+}
+"""Arrays that an operator which writes says it may write. It takes those that there are once more, as ``given``: a
+graph may hand it copies in their places, and write them back itself."""
 _ASKED = "bool needs_grad, str forced, str preferred, str source, bool batch_invariant"
 
 _library = torch.library.Library("kdacore", "DEF")
@@ -53,9 +59,9 @@ def schema(family: str, *, mutable: bool = False) -> str:
 
 
 _library.define(f"chunk({schema('chunk')}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"chunk_({schema('chunk', mutable=True)}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"chunk_({schema('chunk', mutable=True)}, Tensor[] given) -> (Tensor, Tensor, Tensor)")
 _library.define(f"recurrent({schema('recurrent')}) -> (Tensor, Tensor)")
-_library.define(f"recurrent_({schema('recurrent', mutable=True)}) -> (Tensor, Tensor)")
+_library.define(f"recurrent_({schema('recurrent', mutable=True)}, Tensor[] given) -> (Tensor, Tensor)")
 _library.define(f"gate({schema('gate')}) -> Tensor")
 _library.define(f"chunk_backward({schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
 _library.define(f"recurrent_backward({schema('recurrent')}, Tensor? do, Tensor? dstate) -> Tensor[]")
@@ -236,6 +242,8 @@ def call(
     wants_state = given["output_final_state"]
     operators = torch.ops.kdacore
     writes = given["inplace_state"] or arrays["out"] is not None
+    if writes:
+        flat = (*flat, [arrays[n] for n in _WRITABLE[opdef.family] if arrays[n] is not None])
     checkpoints = None
     if opdef.family == "chunk":
         o, state, checkpoints = (operators.chunk_ if writes else operators.chunk)(*flat)
@@ -315,7 +323,10 @@ def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     check_asked(bound)
     plan = bound.plan()
     if plan.writes:
+        _check_writable(family, plan, bound)
         check_memory(plan.request, bound.inputs, TORCH)
+    elif bound.needs_grad:
+        TORCH.check_saved(plan.request, bound.inputs)
     out = execute(plan, bound.inputs, _forward)
     v = bound.inputs.v
     # An operator must not return what it was given: call() puts arrays that were written in these places.
@@ -324,10 +335,27 @@ def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     return (o, state, as_result(out.checkpoints, v)) if family == "chunk" else (o, state)
 
 
+def _check_writable(family: str, plan: Plan, bound: Bound) -> None:
+    """Refuse what torch would refuse when the graph writes its copies back, which is behind the operator.
+
+    Raises:
+        ContractError: a tensor made in inference mode.
+    """
+    written = written_arguments(plan.request)
+    own = [(name, x) for name in _WRITABLE[family] if (x := getattr(bound.inputs, name)) is not None]
+    for (name, x), given in zip(own, bound.rest[0], strict=True):
+        is_copy = x.data_ptr() != given.data_ptr()  # and is written back whether it has changed or not
+        if (is_copy or name in written) and (problem := TORCH.unwritable(given)) is not None:
+            raise ContractError(bound.opdef.name, name, *problem)
+
+
 def _gate(*args: Any) -> Any:
     bound = Bound.with_values("gate", args)
     check_asked(bound)
-    return as_result(execute(bound.plan(), bound.inputs, _forward), bound.inputs.g)
+    plan = bound.plan()
+    if bound.needs_grad:
+        TORCH.check_saved(plan.request, bound.inputs)
+    return as_result(execute(plan, bound.inputs, _forward), bound.inputs.g)
 
 
 def _whole_backward(family: str, args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -62,7 +62,8 @@ class Residuals(NamedTuple):
     """``[G, HV, K, V]``: the state that the entering part of each row starts from. The others start from their initial
     states, so they are not kept."""
     transitions: torch.Tensor
-    """``[size - 1 - rank, G, HV, K, K]``: M of the ranks behind this one."""
+    """``[size - 1 - rank, G, HV, K, K]``: M of the ranks behind this one. Of the last rank it is not used, and may be
+    missing."""
     marks: torch.Tensor
     """``[MARKS]``: the mark of the call."""
     saved: tuple[torch.Tensor, ...] = ()
@@ -104,9 +105,10 @@ def forward(
         raise
     marks = M.new_full((MARKS,), mark)
     gathered = ranks.all_gather(torch.cat([M.reshape(-1), C.reshape(-1), marks]))()
-    in_step = _in_step(slice, gathered, marks)
-    transitions = gathered[:, : M.numel()].view(-1, *M.shape)
-    states = gathered[:, M.numel() : -MARKS].view(-1, *C.shape)
+    sizes = (M.numel(), C.numel(), MARKS)
+    flat_transitions, flat_states, found_marks = gathered.split_with_sizes(sizes, 1)
+    in_step = _in_step(slice, found_marks, marks)
+    transitions, states = flat_transitions.view(-1, *M.shape), flat_states.view(-1, *C.shape)
     initial = initial_state
     blank = None
     if rows is None:
@@ -174,8 +176,9 @@ def backward(
         _fail(slice, inputs.q, _rows(request) * request.HV * request.K * request.V)
         raise
     gathered = ranks.all_gather(torch.cat([dstart.reshape(-1), marks]))()
-    in_step = _in_step(slice, gathered, marks)
-    behind = gathered[ranks.rank + 1 :, :-MARKS].view(-1, *dstart.shape)
+    contributed, found_marks = gathered.split_with_sizes((dstart.numel(), MARKS), 1)
+    in_step = _in_step(slice, found_marks, marks)
+    behind = contributed[ranks.rank + 1 :].view(-1, *dstart.shape)
     ends = dfinal
     if ends is None and (rows is not None or ranks.rank == ranks.size - 1):
         ends = _zero_states(request, inputs.q)
@@ -189,8 +192,8 @@ def backward(
 
 
 def _in_step(slice: Slice, gathered: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-    """bool ``[]``: every rank was at this call when it gave what was gathered, ``[size, ... + MARKS]``."""
-    found = gathered.narrow(1, gathered.shape[1] - MARKS, MARKS).eq(marks).all()
+    """bool ``[]``: every rank was at this call when it gave its marks, ``[size, MARKS]``."""
+    found = gathered.eq(marks).all()
     if slice.on_host and not found.is_cuda and not found:
         own = slice.ranks.rank
         wrong = [r for r, x in enumerate(gathered[:, -1].tolist()) if x != marks[0].item() and r != own]
@@ -198,7 +201,7 @@ def _in_step(slice: Slice, gathered: torch.Tensor, marks: torch.Tensor) -> torch
         raise RuntimeError(f"{slice.request.op}: {of} failed in this call; the error there says why")
     flag = slice.ranks.progress.in_step.get(found.device)
     if flag is not None:
-        torch.logical_and(flag, found, out=flag)
+        flag.logical_and_(found)
     return found
 
 
@@ -282,7 +285,8 @@ def _ends(
         begins_of_ranks = _multiples(ranks.rank + 1, ranks.size + 1, slice.request.T, end)
         within = begins_of_ranks < end
         behind = torch.where(_column(within[:-1], behind), behind, 0.0)
-        transitions = torch.where(_column(within[1:], transitions), transitions, 0.0)
+        transitions = transitions[: count - 1]
+        transitions = torch.where(_column(within[1:-1], transitions), transitions, 0.0)
     state = folded_back(transitions, behind)
     if rows is None or ends is None:
         return state

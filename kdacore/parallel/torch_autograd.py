@@ -11,6 +11,9 @@ from kdacore.arrays.torch.modes import as_given, refuse_wrapped
 from kdacore.arrays.torch.tensor_views import resolved
 from kdacore.parallel.exchange import Residuals, Rows
 from kdacore.parallel.layout import Layout
+from kdacore.types import ChunkInputs
+
+_HOST = ChunkInputs._fields.index("cu_seqlens_cpu")
 
 
 class RanksFunction(torch.autograd.Function):
@@ -21,10 +24,15 @@ class RanksFunction(torch.autograd.Function):
         outputs, residuals, rows = call.forward(call.opdef.inputs(*arrays), number, code)
         ctx.call, ctx.number, ctx.count = call, number, len(arrays)
         # A host copy of the offsets may be a NumPy array, which autograd cannot save.
-        ctx.others = {i: x for i, x in enumerate(arrays) if x is not None and not isinstance(x, torch.Tensor)}
-        tensors = [x if isinstance(x, torch.Tensor) else None for x in arrays]
-        # A copy: the view would keep the maps of all ranks alive.
-        transitions = residuals.transitions.contiguous()
+        ctx.host_offsets, tensors = None, arrays
+        if arrays[_HOST] is not None and not isinstance(arrays[_HOST], torch.Tensor):
+            ctx.host_offsets, tensors = arrays[_HOST], (*arrays[:_HOST], None, *arrays[_HOST + 1 :])
+        # A copy of those that are used: the view would keep the maps of all ranks alive.
+        transitions = residuals.transitions
+        if transitions.shape[0] > 1:
+            transitions = transitions[:-1].clone()
+        else:
+            transitions = transitions.new_empty((0, *transitions.shape[1:]))
         place = () if rows is None else (rows.cu_seqlens, *rows.place)
         ctx.packed = rows is not None
         ctx.save_for_backward(
@@ -42,7 +50,9 @@ class RanksFunction(torch.autograd.Function):
         refuse_wrapped(call.opdef.name, (do, dstate))
         do, dstate = (None if x is None else resolved(x) for x in (do, dstate))
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
-        arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
+        arrays = kept[: ctx.count]
+        if ctx.host_offsets is not None:
+            arrays = (*arrays[:_HOST], ctx.host_offsets, *arrays[_HOST + 1 :])
         start, transitions, marks, *rest = kept[ctx.count :]
         rows, saved = None, rest
         if ctx.packed:

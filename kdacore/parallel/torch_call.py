@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,22 +27,30 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
     if ranks.size == 1:
         return plain_call(opdef, arrays, options, backend)
     adapter: Any = adapter_of(inputs.q)
-    with _told(opdef.name, inputs, ranks):
-        by_operators, arrays = adapter.admit(opdef, arrays, options)
-    inputs = opdef.inputs(*arrays)
+    try:
+        by_operators, readable = adapter.admit(opdef, arrays, options)
+        if readable is not arrays:
+            inputs = opdef.inputs(*readable)
+    except Exception as error:
+        _tell(opdef.name, inputs, ranks, error)
+        raise
     if by_operators or torch.compiler.is_compiling():
         from kdacore.parallel import torch_operators  # here, as for plain calls: most calls need none
 
-        with _told(opdef.name, inputs, ranks), torch_operators.subclasses_named(opdef, inputs):
-            contract.build_request(opdef, inputs, options)
+        try:
+            with torch_operators.subclasses_named(opdef, inputs):
+                contract.build_request(opdef, inputs, options)
+        except Exception as error:
+            _tell(opdef.name, inputs, ranks, error)
+            raise
         try:
             return torch_operators.call(opdef, inputs, options, backend, ranks)
         except TypeError as error:
             refusal = torch_operators.refused_subclass(opdef, inputs, error)
             if refusal is None:
                 raise
-            with _told(opdef.name, inputs, ranks):  # the operator has not begun
-                raise refusal from error
+            _tell(opdef.name, inputs, ranks, refusal)  # the operator has not begun
+            raise refusal from error
 
     def make() -> SliceCall:
         return slice_call(opdef, inputs, options, (backend, PREFERENCE.get()), ranks)
@@ -63,13 +69,8 @@ def refused(opdef: OpDef, arrays: tuple[Any, ...], cp: Any, error: ContractError
             tell(ranks, opdef.name, arrays, ranks.progress.begin(), error)
 
 
-@contextmanager
-def _told(op: str, arrays: Any, ranks: TorchRanks) -> Iterator[None]:
+def _tell(op: str, arrays: Any, ranks: TorchRanks, error: Exception) -> None:
     """Tell the other ranks of an error before an operator runs; not while a graph is traced, which has no others."""
-    try:
-        yield
-    except Exception as error:
-        if not torch.compiler.is_compiling() and not any(isinstance(x, FakeTensor) for x in arrays):
-            with Turn(ranks.progress):
-                tell(ranks, op, arrays, ranks.progress.begin(), error)
-        raise
+    if not torch.compiler.is_compiling() and not any(isinstance(x, FakeTensor) for x in arrays):
+        with Turn(ranks.progress):
+            tell(ranks, op, arrays, ranks.progress.begin(), error)

@@ -19,6 +19,8 @@ def folded(M: torch.Tensor, C: torch.Tensor, state: torch.Tensor | None) -> torc
         C: ``[R, ..., K, V]``.
         state: ``[..., K, V]``, the state before the first; zeros when None.
     """
+    if state is None and C.shape[0] == 1:
+        return C[0]
     M, wide = M.double(), C.double()
     found = wide[0] if state is None else applied(M[0], state.double(), wide[0])
     for q in range(1, wide.shape[0]):
@@ -30,9 +32,11 @@ def folded_back(M: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     """The gradient of the state before slices, one or more, in B's dtype; computed in float64.
 
     Args:
-        M: ``[R, ..., K, K]``.
+        M: ``[R - 1, ..., K, K]`` or more: that of the last slice is not used.
         B: ``[R, ..., K, V]``: what each slice contributes itself to the gradient of the state before it.
     """
+    if B.shape[0] == 1:
+        return B[0]
     M, wide = M.double().mT, B.double()
     found = wide[-1]
     for q in reversed(range(wide.shape[0] - 1)):

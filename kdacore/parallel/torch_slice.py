@@ -343,10 +343,11 @@ REGISTRY.on_change(_calls.clear)
 
 
 def _are_plain(options: tuple[Any, ...], types: tuple[type, ...]) -> bool:
-    """:func:`is_plain` of every option, at once where none is a float."""
-    if float in types:
-        return all(is_plain(x) for x in options)
-    return _PLAIN.issuperset(types)
+    """:func:`is_plain` of every option; asked of floats alone."""
+    if _PLAIN.issuperset(types):
+        return True
+    others = [x for x, kind in zip(options, types, strict=True) if kind not in _PLAIN]
+    return all(map(is_plain, others))
 
 
 def slice_call(

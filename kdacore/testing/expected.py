@@ -99,7 +99,7 @@ def weights(case: Case) -> Weights:
     state = results.get("final_state")
     return Weights(
         rounded(_aligned(o, rng), dtype),
-        None if state is None else rounded(_aligned(state, rng), case.state_dtype),
+        None if state is None else rounded(_aligned(state, rng), request_of(content).state_dtype),
     )
 
 

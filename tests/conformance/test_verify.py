@@ -23,7 +23,9 @@ from kdacore.testing import random_cases, random_parts, random_stages
 from kdacore.testing import verify as verification
 from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
+from kdacore.testing.checks.gradients import place_weights
 from kdacore.testing.compare import Findings, bits
+from kdacore.testing.expected import weights
 from kdacore.testing.matrix import plan
 from kdacore.testing.poisoned_arrays import place
 from kdacore.testing.random_cases import calls_of, random_case, run_random
@@ -163,6 +165,25 @@ def test_rows_of_a_strided_pool_lie_apart() -> None:
     )
     view = place(case)["initial_state"].view
     assert view.strides[0] > 2 * view[0].nbytes
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["from zeros", "given"])
+def test_the_weight_of_a_final_state_is_of_its_dtype(given: bool) -> None:
+    """Where no state is given, it is of float32 whatever dtype one would have; JAX takes no other cotangent."""
+    case = Case(
+        check="gradients",
+        backend="xla",
+        op="chunk_kda",
+        kind="jax",
+        shape=Shape(1, 5, 1, 1, 8, 8),
+        index_dtype="int32",
+        state_dtype="bfloat16",
+        initial_state=given,
+    ).having(output_final_state=True)
+    placed = place_weights(case, weights(case))
+    assert placed["dstate"].view.dtype.name == ("bfloat16" if given else "float32")
+    result = run_case(case)
+    assert result.status == "served", result.message
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])

@@ -77,7 +77,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch or JAX",
         "torch is not installed and jax is not installed",
         "pip install 'kdacore[cuda]'",
-    ) in missing(BACKEND, hardware=False)
+    ) in missing(kdacore_cuda.make_backend(), hardware=False)
 
 
 def test_recurrent_takes_every_small_float() -> None:

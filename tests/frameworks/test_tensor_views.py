@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -375,6 +376,122 @@ def test_what_torch_would_refuse_to_save(op: str, reads_memory: ReadsMemory) -> 
         assert reads_memory.calls == calls
         with torch.no_grad():
             function(**given, **dict(opts), backend=NAME)
+
+
+def _compiled(op: str, backend: str) -> Callable[[dict[str, Any]], Any]:
+    """A graph of a call. ``aot_eager`` hands operators copies of what they write and writes those back; ``eager`` does
+    not, and ``inductor`` does where something else reads the array later."""
+    torch.compiler.reset()
+    function, given = public_function(op), {**dict(CALLS[op].options), "backend": NAME}
+    return torch.compile(lambda arrays: function(**arrays, **given), fullgraph=True, backend=backend)
+
+
+OF_GRAPHS = [("chunk_kda", "aot_eager"), ("fused_recurrent_kda", "aot_eager"), ("chunk_kda", "eager")]
+
+
+@pytest.mark.parametrize(("op", "backend"), OF_GRAPHS)
+def test_what_torch_would_refuse_to_write_for_a_graph(
+    op: str, backend: str, reads_memory: ReadsMemory
+) -> None:
+    """Before the operator runs, whether a graph is there or is made, with the grad mode on and off."""
+    arrays = make_arrays(CALLS[op])
+    for seen in (False, True):
+        graph = _compiled(op, backend)
+        if seen:
+            graph(_copied(arrays))
+        for mode in (torch.no_grad, contextlib.nullcontext):
+            for name in _written(op):
+                given = {**_copied(arrays), name: _made_in_inference_mode(arrays[name])}
+                calls = reads_memory.calls
+                with mode():
+                    assert "inference" in _refused(op, name, given, partial(graph, given))
+                assert reads_memory.calls == calls
+
+
+@pytest.mark.parametrize(("op", "backend"), OF_GRAPHS)
+def test_graphs_with_tensors_made_in_inference_mode(op: str, backend: str) -> None:
+    """Inside of it they may be written; outside, the same graph is refused them."""
+    arrays = make_arrays(CALLS[op])
+    wanted = _run(op, _copied(arrays))
+    graph = _compiled(op, backend)
+    for mode in (torch.inference_mode, torch.no_grad):
+        outside = set() if mode is torch.inference_mode else {"initial_state", "write_pool", "out"}
+        for made in (set(), set(arrays) - outside):
+            given = _copied(arrays)
+            given |= {n: _made_in_inference_mode(arrays[n]) for n in arrays if n in made}
+            with mode():
+                written = [given[n] for n in ("out", "initial_state", "write_pool") if n in given]
+                assert _same([*_tensors(graph(given)), *written], wanted)
+    given = {n: _made_in_inference_mode(x) if n in _written(op) else x for n, x in arrays.items()}
+    with torch.no_grad():
+        _refused(op, " ".join(_written(op)), given, partial(graph, given))
+
+
+def test_a_pool_that_is_only_read_and_written_back_by_the_graph() -> None:
+    """The operator says that it may write ``initial_state`` even if it writes ``write_pool``: ``aot_eager`` would write
+    back what has not changed, which torch refuses; where nothing is copied the call is served."""
+    op = "fused_recurrent_kda"
+    arrays = make_arrays(CALLS[op])
+    assert "initial_state" not in _written(op) and "write_pool" in _written(op)
+    wanted = _run(op, _copied(arrays))
+    for backend in ("eager", "aot_eager"):
+        given = {**_copied(arrays), "initial_state": _made_in_inference_mode(arrays["initial_state"])}
+        graph = _compiled(op, backend)
+        if backend == "eager":
+            written = [given[n] for n in ("out", "initial_state", "write_pool")]
+            assert _same([*_tensors(graph(given)), *written], wanted)
+        else:
+            _refused(op, "initial_state", given, partial(graph, given))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_a_graph_of_inductor_writes_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's second look at the pool makes no copy of it necessary, in a graph of two steps and of a view."""
+    from kdacore.dispatch import torch_operators
+
+    seen: list[int] = []
+
+    def forward(plan: Any, inputs: Any) -> Any:
+        seen.append(inputs.initial_state.data_ptr())
+        return run(plan, inputs)
+
+    run = torch_operators._forward
+    monkeypatch.setattr(torch_operators, "_forward", forward)
+    made = make_arrays(CallDescription(op="fused_recurrent_kda", kind="torch", shape=ROWS))
+    rows = torch.tensor([1, 3])
+
+    def steps(layers: torch.Tensor, rows: torch.Tensor, x: dict[str, Any]) -> Any:
+        found = [
+            kdacore.fused_recurrent_kda(
+                **x, initial_state=layers[1], state_indices=at, inplace_state=True, backend=NAME
+            )
+            for at in (rows, rows + 1)
+        ]
+        return [o for o, _ in found]
+
+    torch.compiler.reset()
+    graph = torch.compile(steps, fullgraph=True)
+    layers = torch.zeros(2, 6, 2, 16, 16)
+    graph(layers, rows, made)
+    assert seen == [layers[1].data_ptr()] * 2 and layers[1].any() and not layers[0].any()
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("chunk_kda", "v"), ("fused_recurrent_kda", "initial_state"), ("kda_gate", "A_log")]
+)
+def test_what_torch_would_refuse_to_save_for_a_graph(op: str, name: str, reads_memory: ReadsMemory) -> None:
+    call = CallDescription(op=op, kind="torch", shape=ROWS, initial_state=op != "kda_gate", A_log=True)
+    arrays, function = make_arrays(call), public_function(op)
+    torch.compiler.reset()
+    graph = torch.compile(lambda given: function(**given, backend=NAME), fullgraph=True, backend="aot_eager")
+    given = {**_copied(arrays), name: _made_in_inference_mode(arrays[name])}
+    given["g"].requires_grad_()
+    assert "inference" in _refused(op, name, given, partial(graph, given))
+    assert not reads_memory.calls
+    with torch.no_grad():
+        graph(given)
+    assert reads_memory.calls == 1
 
 
 # --- subclasses, transforms, meshes ---------------------------------------------------------------------------------

@@ -409,12 +409,15 @@ def test_autocast_changes_no_bit_of_a_compiled_call(backend: str) -> None:
 # --- operators -----------------------------------------------------------------------------------------------------
 
 
-def operator_arguments(family: str, arguments: dict[str, Any], needs_grad: bool) -> tuple[Any, ...]:
+def operator_arguments(
+    family: str, arguments: dict[str, Any], needs_grad: bool, writes: bool = False
+) -> tuple[Any, ...]:
     """The flat arguments of an operator."""
     op = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda", "gate": "kda_gate"}[family]
     arrays = [arguments.get(n) for n in torch_operators._ARRAYS[family]]
     options = [arguments.get(o.name, o.default) for o in torch_operators._OPTIONS[family]]
-    return (op, *arrays, *options, needs_grad, "", "", "auto", False)
+    given = [arguments[n] for n in torch_operators._WRITABLE[family] if arguments.get(n) is not None]
+    return (op, *arrays, *options, needs_grad, "", "", "auto", False, *([given] if writes else []))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -437,7 +440,7 @@ def test_opcheck_recurrent_in_place() -> None:
     arguments["state_indices"] = torch.tensor([4, 2])
     arguments["out"] = torch.empty(2, 3, 2, 8)
     torch.library.opcheck(
-        torch.ops.kdacore.recurrent_.default, operator_arguments("recurrent", arguments, False)
+        torch.ops.kdacore.recurrent_.default, operator_arguments("recurrent", arguments, False, True)
     )
 
 
@@ -463,7 +466,7 @@ def prefill(kind: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_opcheck_chunk_in_place(kind: str) -> None:
     arrays, given = prefill(kind)
     torch.library.opcheck(
-        torch.ops.kdacore.chunk_.default, operator_arguments("chunk", {**arrays, **given}, False)
+        torch.ops.kdacore.chunk_.default, operator_arguments("chunk", {**arrays, **given}, False, True)
     )
 
 

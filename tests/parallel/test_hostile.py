@@ -299,16 +299,24 @@ def short_beta(ranks: Any) -> Any:
     return kdacore.chunk_kda(*x[:4], x[4][:, :5], cp=ranks)
 
 
+def trained(ranks: Any, made: str = "") -> Any:
+    """A call that needs gradients, with every argument that it can have. ``made``: the one made in inference mode."""
+    q, k, v, g, beta = arrays()
+    x = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": torch.zeros(1), "dt_bias": torch.zeros(1, 16),
+        "initial_state": torch.zeros(1, 1, 16, 16), "cu_seqlens": torch.tensor([0, 2 * T]),
+        "cu_seqlens_cpu": torch.tensor([0, 2 * T]),
+    }  # fmt: skip
+    if made:
+        with torch.inference_mode():
+            x[made] = x[made].clone()
+    x["k" if made == "q" else "q"].requires_grad_()
+    return kdacore.chunk_kda(**x, use_gate_in_kernel=True, cp=ranks)
+
+
 def batch_invariant(ranks: Any) -> Any:
     with kdacore.batch_invariant():
         return call(ranks)
-
-
-def made_in_inference_mode(ranks: Any) -> Any:
-    x = arrays(grad=True)
-    with torch.inference_mode():
-        x[2] = torch.zeros(x[2].shape)
-    return kdacore.chunk_kda(*x, cp=ranks)
 
 
 class Refuses(torch.Tensor):
@@ -331,10 +339,10 @@ OWN_ERRORS: dict[str, tuple[Work, type[Exception], str]] = {
     "option": (lambda ranks: call(ranks, scale="large"), ContractError, "'scale'"),
     "backend": (lambda ranks: call(ranks, backend="no-such"), ContractError, "'backend'"),
     "unsupported": (batch_invariant, UnsupportedError, "batch_invariant"),
+    "inference": (lambda ranks: trained(ranks, "v"), ContractError, "'v'"),
     "forced": (lambda ranks: call(ranks, backend="cuda"), UnsupportedError, "cuda"),
     "numpy": (lambda ranks: kdacore.chunk_kda(*[x.numpy() for x in arrays()], cp=ranks), ContractError, "'cp'"),
     "list": (lambda ranks: kdacore.chunk_kda([1.0], *arrays()[1:], cp=ranks), ContractError, "'q'"),  # type: ignore[call-overload]
-    "inference": (made_in_inference_mode, ContractError, "'v': got a tensor made in inference mode"),
     "subclass": (a_subclass, ContractError, "'v': got a Refuses"),
     "device": (lambda ranks: kdacore.chunk_kda(arrays()[0].to("meta"), *arrays()[1:], cp=ranks), ContractError, "meta"),
 }  # fmt: skip
@@ -357,6 +365,43 @@ def test_an_error_of_one_rank(name: str, first: bool) -> None:
     errors(failed[:1], ContractError, part if kind is ContractError else f"{kind.__name__}: ", "on rank 1")
     errors(failed[1:], kind, part)
     right(after)
+
+
+INFERENCE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+
+
+@pytest.mark.parametrize("where", ["both", "second"])
+def test_what_torch_would_refuse_to_save(where: str) -> None:
+    """Tensors made in inference mode, in calls that need gradients; whether the ranks have made them before or not."""
+
+    def work(wrong: bool) -> Work:
+        def steps(ranks: Any) -> Any:
+            yield lambda: trained(ranks)
+            for name in INFERENCE:
+                yield lambda name=name: trained(ranks, name if wrong else "")
+                yield lambda: backward(trained(ranks))
+
+        return steps
+
+    found = list(zip(*on_ranks(work(where == "both"), work(True)), strict=True))
+    right(found[0])
+    for name, failed, after in zip(INFERENCE, found[1::2], found[2::2], strict=True):
+        errors(failed, ContractError, f"'{name}'", "a tensor made in inference mode")
+        right(after)
+
+
+def test_tensors_made_in_inference_mode_without_gradients() -> None:
+    def steps(ranks: Any) -> Any:
+        with torch.inference_mode():
+            x = [a.clone() for a in arrays()]
+        yield lambda: call(ranks)
+        yield lambda: kdacore.chunk_kda(*x, cp=ranks)
+        with torch.inference_mode():
+            yield lambda: kdacore.chunk_kda(*x, cp=ranks)
+
+    for plain, made, inside in on_ranks(steps, steps):
+        right([plain, made, inside])
+        assert torch.equal(made[0], plain[0]) and torch.equal(inside[0], plain[0])
 
 
 HUGE = 2**63 - 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kdacore
-from kdacore import config, registry
+from kdacore import config, lazy, registry
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES
 from kdacore.registry import REGISTRY
@@ -272,3 +272,98 @@ def test_a_verifier_that_raises_rejects_loudly() -> None:
         selection = kdacore.explain("chunk_kda", **_call())
     assert [r.code for r in selection.candidate("seven").reasons] == ["verifier_error"]
     assert selection.backend == "reference"
+
+
+# --- requirements ----------------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """Counts how often it is asked; not hashable, as a plugin's may be."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, answer: str | None = None) -> None:
+        self.answer, self.asked = answer, 0
+
+    def __call__(self) -> str | None:
+        self.asked += 1
+        return self.answer
+
+
+def _lengths(*lengths: int) -> list[str]:
+    """The backends that calls of these lengths run on."""
+    with kdacore.record_selections() as ran:
+        for T in lengths:
+            kdacore.chunk_kda(**{n: np.repeat(x[:, :1], T, 1) for n, x in _call().items()})
+    return [selection.backend for selection in ran]
+
+
+def test_a_probe_is_asked_once_until_the_backends_change() -> None:
+    probe, more = Probe(), Probe()
+    shared = Requirement("bus", probe, "plug it in")
+    fields: dict[str, Any] = {"requirements": (shared, Requirement("driver", more, "-", hardware=True))}
+    REGISTRY.register(make_plugin("seven", rank=9, **fields), "one")
+    REGISTRY.register(make_plugin("eight", requirements=(shared,)), "two")
+    for asked, change in enumerate(
+        (
+            lambda: None,
+            lambda: REGISTRY.register(make_plugin("nine"), "three"),
+            lambda: REGISTRY.unregister("three"),
+            config.refresh,
+        )
+    ):
+        change()
+        if change is config.refresh:  # which forgets what was registered by hand
+            REGISTRY.register(make_plugin("seven", rank=9, **fields), "one")
+        assert _lengths(3, 4, 5, 3) == ["seven"] * 4
+        assert kdacore.explain("chunk_kda", **_call()).backend == "seven"
+        assert (probe.asked, more.asked) == (asked + 1, asked + 1)
+
+
+def test_a_listing_asks_again_and_calls_see_what_it_finds() -> None:
+    probe = Probe("no bus here")
+    requirement = Requirement("bus", probe, "plug it in")
+    REGISTRY.register(make_plugin("seven", rank=9, requirements=(requirement,)), "one")
+
+    def available() -> bool:
+        return next(info.available for info in kdacore.backends() if info.name == "seven")
+
+    assert _lengths(3, 4) == ["reference"] * 2 and not available() and probe.asked == 2
+    probe.answer = None
+    assert _lengths(5) == ["reference"] and probe.asked == 2
+    assert available() and _lengths(3, 4, 5) == ["seven"] * 3
+    assert probe.asked == 4  # by the listing, and since what it found changed everything
+    assert available() and _lengths(6) == ["seven"] and probe.asked == 5
+    probe.answer = "unplugged"
+    assert not available() and _lengths(3, 7) == ["reference"] * 2
+
+
+def test_a_probe_that_raised_is_asked_again() -> None:
+    probe = Probe()
+    answers = iter([OSError("busy"), None])
+
+    def first_busy() -> str | None:
+        probe()
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+        return answer
+
+    REGISTRY.register(
+        make_plugin("seven", rank=9, requirements=(Requirement("bus", first_busy, "-"),)), "one"
+    )
+    assert _lengths(3, 4, 5, 6) == ["reference", "seven", "seven", "seven"]
+    assert probe.asked == 2
+
+
+def test_calls_of_new_lengths_read_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in backends' probes look for installed packages, on disk."""
+    seen: list[str] = []
+    read, find = importlib.metadata.version, lazy.find_spec
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: seen.append(name) or read(name))
+    monkeypatch.setattr(lazy, "find_spec", lambda name: seen.append(name) or find(name))
+    _lengths(3)
+    assert {"jax", "torch", "triton"} <= set(seen) and len(seen) < 10
+    seen.clear()
+    _lengths(*range(4, 9))
+    assert not seen

@@ -16,6 +16,8 @@ from kdacore.ops import OPS
 from kdacore.types import Outputs, Request
 from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_triton import chunk_forward, configs, recurrent
+from kdacore_triton.kernels.chunk_forward_checkpoints import chunk_forward_checkpoints_kernel
+from kdacore_triton.launch import BoundKernel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -31,6 +33,10 @@ RECURRENT = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
 BOUNDED = {"safe_gate": True, "lower_bound": -5.0}
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 BASE = {"BU": 128, "prepare_warps": 2, "BV": 64, "scan_warps": 4, "scan_stages": 1, "segment": 0}
+
+
+class BuildError(Exception):
+    """What a kernel's build raises in these tests."""
 
 
 @pytest.fixture(params=[16, 32], ids=lambda C: f"C{C}")
@@ -441,6 +447,39 @@ def test_checkpoints_at_chosen_tokens(C: int, family: int) -> None:
     x.checkpoint_indices[10] = -7
     with configs.override("chunk_forward", BASE | {"C": C}):
         check(op, x, inplace_state=True, output_final_state=True, **options)
+
+
+def _failing(usual: Any) -> Any:
+    """A method of a kernel that fails for the one which writes checkpoints."""
+
+    def method(kernel: Any, *args: Any) -> Any:
+        if kernel._launcher.kernel is chunk_forward_checkpoints_kernel:
+            raise BuildError
+        return usual(kernel, *args)
+
+    return method
+
+
+def test_a_kernel_that_cannot_be_built_leaves_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan writes rows and the output; the kernel behind it, which writes checkpoints, is built before."""
+
+    for name in ("build", "prepare"):  # the launch as well, which builds what has not been built
+        monkeypatch.setattr(BoundKernel, name, _failing(getattr(BoundKernel, name)))
+
+    x = draw(
+        "chunk_kda", [40, 33], initial_state=pool(4, 2, 16, 16), state_indices=integers(0, 1),
+        checkpoint_offsets=integers(16, 48), checkpoint_indices=integers(2, 3),
+    )  # fmt: skip
+    x = x._replace(out=torch.full_like(x.v, 7.0))
+    before = on_host(x)
+    with configs.override("chunk_forward", BASE | {"C": 32}):
+        with pytest.raises(BuildError):
+            chunk_forward.forward(request_of("chunk_kda", x, inplace_state=True), x)
+        for name, a, b in zip(x._fields, before, on_host(x), strict=True):
+            assert a is None or torch.equal(a, b), name
+        monkeypatch.undo()
+        chunk_forward.forward(request_of("chunk_kda", x, inplace_state=True), x)
+    assert not torch.equal(before.out, x.out.cpu())
 
 
 def test_checkpoints_beside_regular_ones(rows_of_chunk: int) -> None:

@@ -125,9 +125,12 @@ def _scan_pools(
         starts = _segment_starts(launches.segments, work, initial, (indices, filled))
     if launches.checkpoints is not None:
         mids = torch.empty(launches.mids_size, dtype=torch.float32, device=o.device)
+        behind = (*keys, cu_seqlens, records, mids, target)
+        # The scan writes the caller's arrays: a kernel behind it that cannot be built has to say so before.
+        launches.checkpoints.build(*behind, numbers=(indices, offsets, kept))
     launches.scan(records, decay, o, initial, starts, target, checkpoints, cu_seqlens, mids, numbers=rows)
     if launches.checkpoints is not None:
-        launches.checkpoints(*keys, cu_seqlens, records, mids, target, numbers=(indices, offsets, kept))
+        launches.checkpoints(*behind, numbers=(indices, offsets, kept))
     if pool is None:
         return target.to(torch.bfloat16) if target is not None and plan.round_state else target
     final = written_back(pool, target)

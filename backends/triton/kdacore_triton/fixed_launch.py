@@ -9,7 +9,7 @@ import torch
 
 from kdacore.types import Request
 from kdacore_triton import configs
-from kdacore_triton.launch import Grid, Launcher, Prepared, current_device
+from kdacore_triton.launch import BoundKernel, Grid, Launcher, Prepared, current_device
 
 _UNALIGNED = 15
 _MAX_PLANS = 1024
@@ -58,11 +58,21 @@ class FixedLaunch:
         if self._prepared is not None and aligned and self._device == current_device():
             self._prepared(self._grid, *pointers, *self._scalars)
             return
-        prepared = self._launcher.prepare(
-            self._grid, *tensors, *numbers, *self._scalars, **self._options, **self._constexprs
-        )
+        prepared = self._bound().prepare(self._grid, *tensors, *numbers, *self._scalars)
         if aligned:
             self._prepared = prepared
+
+    def build(self, *tensors: torch.Tensor | None, numbers: tuple[torch.Tensor | None, ...] = ()) -> None:
+        """Compile and load the kernel as a launch on these tensors needs it, where that has not been done."""
+        aligned = not any(x is not None and x.data_ptr() & _UNALIGNED for x in tensors)
+        if self._prepared is not None and aligned and self._device == current_device():
+            return
+        prepared = self._bound().build(self._grid, *tensors, *numbers, *self._scalars)
+        if aligned:
+            self._prepared = prepared
+
+    def _bound(self) -> BoundKernel:
+        return self._launcher.bind(**self._options, **self._constexprs)
 
 
 class PlanCache(Generic[P]):

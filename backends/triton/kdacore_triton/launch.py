@@ -232,16 +232,44 @@ class BoundKernel:
             )
             return None
         if launcher.interpreting or not _IS_CUDA:
-            options = {"num_warps": self._num_warps, "num_stages": self._num_stages}
             # The interpreter computes with NumPy, where the caller may have asked for errors.
             with np.errstate(all="ignore") if launcher.interpreting else nullcontext():
-                launcher.kernel[grid](*args, **self._constexprs, **options)
+                launcher.kernel[grid](*args, **self._constexprs, **self._options)
             return None
         device = device_of(args)
         if device != current_device():
             with torch.cuda.device(device):
                 return self._launch(device, grid, args)
         return self._launch(device, grid, args)
+
+    def build(self, grid: Grid, *args: Any) -> Prepared | None:
+        """Compile and load what :meth:`prepare` would launch, and launch nothing; the same result.
+
+        For calls of several kernels of which an earlier one writes an argument: a later one that cannot be built has to
+        be found out before.
+        """
+        launcher = self._launcher
+        if _recorded is not None or launcher.interpreting:
+            return None
+        device = device_of(args)
+        if not _IS_CUDA:
+            _ = self._compiled(grid, args, self._constexprs).run  # loads it
+            return None
+        if device != current_device():
+            with torch.cuda.device(device):
+                return self._built(device, grid, args)
+        return self._built(device, grid, args)
+
+    def _built(self, device: int, grid: Grid, args: tuple[Any, ...]) -> Prepared:
+        key = (device, *specialise(args)[0])
+        prepared = self._cache.get(key)
+        if prepared is None:
+            compiled = self._compiled(grid, args, {**FIXED_OPTIONS, **self._constexprs})
+            prepared = self._keep(key, compiled)
+        return prepared
+
+    def _compiled(self, grid: Grid, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
+        return self._launcher.kernel.warmup(*args, grid=grid, **constexprs, **self._options)
 
     def _launch(self, device: int, grid: Grid, args: tuple[Any, ...]) -> Prepared:
         special, values = specialise(args)
@@ -250,12 +278,20 @@ class BoundKernel:
         if prepared is not None:
             prepared(grid, *values)
             return prepared
-        options = {"num_warps": self._num_warps, "num_stages": self._num_stages}
-        compiled = self._launcher.kernel[grid](*args, **{**FIXED_OPTIONS, **self._constexprs}, **options)
-        if self._launcher.prefer_l1:
+        constexprs = {**FIXED_OPTIONS, **self._constexprs}
+        return self._keep(key, self._launcher.kernel[grid](*args, **constexprs, **self._options))
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any) -> Prepared:
+        launcher, device = self._launcher, key[0]
+        prepared = Prepared(compiled, launcher.num_constexprs, device)
+        if launcher.prefer_l1:
             prefer_l1(compiled, device)
-        prepared = self._cache[key] = Prepared(compiled, self._launcher.num_constexprs, device)
+        self._cache[key] = prepared
         return prepared
+
+    @property
+    def _options(self) -> dict[str, int]:
+        return {"num_warps": self._num_warps, "num_stages": self._num_stages}
 
 
 def specialise(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:

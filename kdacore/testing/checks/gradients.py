@@ -16,7 +16,7 @@ from kdacore.testing.checks.memory import check_memory
 from kdacore.testing.compare import Findings, to_float64
 from kdacore.testing.expected import Weights, expected_gradients, weights
 from kdacore.testing.poisoned_arrays import Placed, arrays, place, place_one
-from kdacore.testing.serving import device_of
+from kdacore.testing.serving import device_of, request_of
 from kdacore.types import OutputGrads
 
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
@@ -51,7 +51,8 @@ def place_weights(case: Case, w: Weights) -> dict[str, Placed]:
     do[:, do.shape[1] - case.shape.padding :] = np.nan  # of tokens of no sequence: not read
     placed = {"do": place_one(case, "do", do, dtype)}
     if w.final_state is not None:
-        placed["dstate"] = place_one(case, "dstate", w.final_state, case.state_dtype)
+        # The result's dtype, which is not the case's where no state is given. JAX takes no other.
+        placed["dstate"] = place_one(case, "dstate", w.final_state, request_of(case).state_dtype)
     return placed
 
 

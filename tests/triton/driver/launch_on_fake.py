@@ -178,5 +178,41 @@ def server_prefill() -> None:
 
 
 server_prefill()
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def broken_kernel(out, rows, absent, n, m, SIZE: tl.constexpr):
+    tl.static_assert(SIZE > 64, "not as small as that")
+    tl.store(out, m)
+
+
+def built_before() -> None:
+    """Building launches nothing, says what cannot be built, and is what the next launch takes."""
+    out, rows = torch.zeros(64), torch.zeros(9, dtype=torch.int32)
+    launches = lib.fake_last().contents.launches
+    launch = FixedLaunch(Launcher(rows_kernel), DEVICE, (1, 1, 1), (None, 6, 7), {"SIZE": 32}, 4)
+    launch.build(out, numbers=(rows,))
+    prepared = launch._prepared
+    assert prepared is not None and prepared.compiled.module is not None, "loaded too"
+    launch.build(out, numbers=(rows,))
+    assert launch._prepared is prepared
+    broken = FixedLaunch(Launcher(broken_kernel), DEVICE, (1, 1, 1), (None, 6, 7), {"SIZE": 32}, 4)
+    try:
+        broken.build(out, numbers=(rows,))
+    except triton.CompilationError as error:
+        assert "not as small as that" in str(error)
+    else:
+        raise AssertionError("it cannot be built")
+    assert lib.fake_last().contents.launches == launches
+    got = launched(lambda: launch(out, numbers=(rows,)))
+    assert got[4][:4] == (out.data_ptr(), rows.data_ptr(), 6, 7), got[4][:4]
+    assert launch._prepared is prepared
+    bound = Launcher(rows_kernel).bind(SIZE=16, num_warps=4)
+    assert bound.build((1, 1, 1), out[1:], rows, None, 6, 7) is bound.prepare(
+        (1, 1, 1), out[1:], rows, None, 6, 7
+    )
+
+
+built_before()
 print("ok", triton.__version__)
 sys.exit(0)

@@ -180,12 +180,12 @@ def main() -> None:
                     if dtype == "float16" and min(args.tokens) != T:
                         continue  # which the cuda backend declines
                     found.figures += figures(T, kind, gates, getattr(torch, dtype))
+                    if args.json:  # after each kind of call: a run may end early
+                        results.write(args.json, results.document(found, [PRESET], load))
     print(f"\n{'root mean square of cuda, relative to triton':60} ratio")
     for figure in found.figures:
         if figure.met is not None:
             print(f"{figure.name:60} {figure.value:5.2f}{'' if figure.met else '  MORE THAN WANTED'}")
-    if args.json:
-        results.write(args.json, results.document(found, [PRESET], load))
     if found.missed:
         sys.exit(1)
 

@@ -54,18 +54,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
-_MEMORY_MAPS = Path("/proc/self/maps")
-_MANY_MAPS = 20_000
-
-
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Each program that XLA compiles for the CPU takes some hundred memory maps of the process, of which Linux allows
-    65,530; beyond that its compiler crashes. So programs are dropped long before."""
-    if "jax" not in sys.modules or not _MEMORY_MAPS.exists():
-        return
-    if _MEMORY_MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
-        sys.modules["jax"].clear_caches()
-        gc.collect()
+    if "jax" in sys.modules:  # imported here, as many tests import no kdacore
+        from kdacore.testing.compiled_programs import drop_if_many
+
+        drop_if_many()
 
 
 def _mark_later_cases(items: list[pytest.Item]) -> None:

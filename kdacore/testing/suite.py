@@ -14,6 +14,7 @@ from kdacore.errors import PluginError, UnsupportedError
 from kdacore.testing.cases import BATCH_INVARIANCE_CHECKS, Case
 from kdacore.testing.checks import CHECKS
 from kdacore.testing.compare import Finding, Findings
+from kdacore.testing.compiled_programs import drop_if_many
 from kdacore.testing.serving import judge
 from kdacore.types import Reason
 
@@ -49,6 +50,7 @@ class Result:
 
 def run_case(case: Case) -> Result:
     """Run one case. Never raises for what the backend does wrong: that is the result."""
+    drop_if_many()
     start = time.perf_counter()
     reasons = judge(case)
     findings = Findings()

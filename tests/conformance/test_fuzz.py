@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kdacore.ops import STAGES
-from kdacore.testing import fuzz, processes, random_cases
+from kdacore.testing import compiled_programs, fuzz, processes, random_cases
 from kdacore.testing.fuzz import Task
 from kdacore.testing.random_limits import NO_LIMITS, Limits, Size, add_limits, limits_of
+from kdacore.testing.suite import run_case
 
 
 @pytest.fixture(autouse=True)
@@ -227,3 +228,20 @@ def test_a_call_that_ends_its_process_fails_alone(monkeypatch: pytest.MonkeyPatc
     rows = fuzz.fuzz(REFERENCE, range(2), jobs=2)
     assert [row["status"] for row in rows] == ["failed", "failed"]
     assert "exit code 3" in rows[0]["message"] and rows[0]["case"]["seed"] == 0
+
+
+def test_compiled_programs_are_dropped_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have 65,530 memory maps, and a few hundred calls of xla would have more."""
+    import jax
+
+    def programs() -> int:
+        return len(jax.devices("cpu")[0].client.live_executables())
+
+    assert fuzz.run_seed(Task("xla", "cpu", "quick"), 3)["id"].startswith("kda_gate-gradients-random3-jax")
+    before = programs()
+    of_numpy = random_cases.random_case("reference", 0, "cpu", only=("numpy",))
+    assert run_case(of_numpy).status == "served"
+    assert programs() == before
+    monkeypatch.setattr(compiled_programs, "MANY_MAPS", 0)
+    assert run_case(of_numpy).status == "served"
+    assert programs() < before

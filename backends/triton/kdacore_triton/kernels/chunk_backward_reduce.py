@@ -21,7 +21,8 @@ def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constex
     for first in range(0, slots, ROWS):
         s = first + tl.arange(0, ROWS)
         at = (s.to(tl.int64) * HV + hv)[:, None] * KP + cols[None, :]
-        total += tl.sum(tl.load(part + at, mask=(s < slots)[:, None], other=0.0) * SHRINK, 0)
+        term = tl.load(part + at, mask=(s < slots)[:, None], other=0.0)
+        total += tl.sum(product(term, SHRINK), 0)
     total = held_as(total * (1.0 / SHRINK), out.dtype.element_ty)
     tl.store(out + hv * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
 

@@ -23,7 +23,7 @@ def registered() -> Iterator[None]:
 
 
 def run(seeds: Iterable[int], launched: list[str]) -> None:
-    """Each call is right, or declined; most are served, and each of those by a kernel."""
+    """Each call is right, declined, or one that must be refused; most are served, and each of those by a kernel."""
     counts: Counter[str] = Counter()
     problems = []
     for seed in seeds:
@@ -32,14 +32,21 @@ def run(seeds: Iterable[int], launched: list[str]) -> None:
         counts.update((result.status, result.case.op))
         if result.status == "failed":
             problems.append(f"seed {seed}: {result.message}\n{result.case}")
-        assert bool(launched) == (result.status != "declined")
+        # Every third call that must be refused follows valid ones like it.
+        refused = result.status == "declined" or (result.case.check == "refusal" and seed % 3)
+        assert bool(launched) == (not refused), f"seed {seed}: {launched}"
     assert not problems, "\n".join(problems)
     assert counts["served"] > 4 * counts["declined"]
     assert all(counts[op] for op in OPS)
 
 
+REFUSED = 67
+"""Seed of a call that must be refused."""
+
+
 def test_some_calls(emulated: list[str]) -> None:
-    run(range(12), emulated)
+    assert random_case(NAME, REFUSED, "cpu", calls="stages").check == "refusal"
+    run([*range(12), REFUSED], emulated)
 
 
 @pytest.mark.exhaustive

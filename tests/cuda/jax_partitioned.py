@@ -49,14 +49,23 @@ def place(x: dict[str, Any], rows: str | None, **others: Any) -> dict[str, Any]:
     return {n: jax.device_put(a, NamedSharding(MESH, specs[n])) for n, a in x.items()}
 
 
+def equal(path: Any, got: Any, want: Any) -> bool:
+    """Whether one result has the bits of another; a parameter's gradient, which is added up over rows in another
+    order, whether it is within a millionth."""
+    a, b = (np.asarray(x, np.float32) for x in (got, want))
+    if any(getattr(key, "key", None) in ("A_log", "dt_bias") for key in path):
+        return bool(np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b))
+    return bool(np.array_equal(a, b))
+
+
 def check(name: str, function: Callable[..., Any], split: Any, whole: Any) -> None:
-    """Print the collectives of the program for the split arrays, and whether results have one device's bits."""
+    """Print the collectives of the program for the split arrays, and whether results are one device's."""
     program = jax.jit(function).lower(*split).compile()
     found = {n: len(re.findall(rf"= .*{n}\(", program.as_text())) for n in COLLECTIVES}
     got, want = program(*split), jax.jit(function)(*whole)
-    same = all(
-        np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    same = jax.tree.structure(got) == jax.tree.structure(want) and all(
+        equal(path, a, b)
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     )
     print(name, "same" if same else "DIFFERENT", *(f"{n}={count}" for n, count in found.items() if count))
 

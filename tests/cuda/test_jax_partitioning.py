@@ -29,8 +29,8 @@ def run_script(which: str) -> dict[str, str]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("heads", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_rows_and_heads_are_split(heads: int) -> None:
-    """Results have the bits of one device alone. Gradients of parameters are added up over rows: one
-    all-reduce. ``flat``: dt_bias with heads and channels in one axis."""
+    """Results have the bits of one device alone, except for the gradients of parameters, which are added up over rows:
+    one all-reduce. ``flat``: dt_bias with heads and channels in one axis."""
     found = run_script(str(heads))
     assert found == {"training": "same all-reduce=1", "pack": "same", "decode": "same", "flat": "same"}
 

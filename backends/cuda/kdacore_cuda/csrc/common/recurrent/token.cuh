@@ -190,7 +190,7 @@ __device__ __forceinline__ RawGate<N> load_gate(const RecurrentParams& p, const 
 template <int N>
 struct Gate {
   float bias[N];
-  float rate;  // exp(A_log)
+  float factor;  // of the sigmoid's exponent in log2, or of softplus2
 };
 
 template <int N>
@@ -207,14 +207,13 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
 #pragma unroll
     for (int i = 0; i < N; ++i) gate.bias[i] = held_bias(gate.bias[i]);
   }
-  gate.rate = 1.0f;
-  if (p.A_log && p.gate == GATE_SOFTPLUS) {
-    const float A_log = __uint_as_float(raw.A_log);
-    gate.rate = softplus_rate_of(A_log);
+  const float A_log = p.A_log ? __uint_as_float(raw.A_log) : 0.0f;
+  if (p.gate == GATE_SOFTPLUS) {
+    gate.factor = -softplus_rate_of(A_log);
 #pragma unroll
     for (int i = 0; i < N; ++i) gate.bias[i] += softplus_shift_of(A_log);
-  } else if (p.A_log) {
-    gate.rate = rate_of(__uint_as_float(raw.A_log));
+  } else {
+    gate.factor = slope_of(rate_of(A_log));
   }
   return gate;
 }
@@ -224,18 +223,17 @@ template <int N>
 __device__ __forceinline__ void decays(const RecurrentParams& p, float (&x)[N], const Gate<N>& gate) {
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] += gate.bias[i];
-  if (gate.rate == 0.0f) {
+  if (gate.factor == 0.0f) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = nothing_of(x[i]);
   }
   if (p.gate == GATE_SIGMOID) {
-    const float slope = slope_of(gate.rate);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      x[i] = exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(slope * x[i])));
+      x[i] = exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(gate.factor * x[i])));
   } else if (p.gate == GATE_SOFTPLUS) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp2_fast(-gate.rate * softplus2(LOG2E * x[i]));
+    for (int i = 0; i < N; ++i) x[i] = exp2_fast(gate.factor * softplus2(LOG2E * x[i]));
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * x[i]);

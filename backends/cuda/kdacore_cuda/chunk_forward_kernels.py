@@ -27,7 +27,7 @@ def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
 
 
 ClustersAtOnce = Callable[[int], int]
-"""How many clusters of a size run at once, or 0 if nobody knows."""
+"""Given a cluster's number of blocks: how many such clusters are resident on the GPU at once; 0 if unknown."""
 
 
 def _unknown(cluster: int) -> int:

@@ -175,7 +175,7 @@ class _StateWrites:
             self._keep([int(self.rows.per_token[number, t]) for number in self.numbers[:n]], S)
 
     def final_state(self, S: Array) -> Array | None:
-        """The array for ``final_state`` that is no pool; the states for a pool are kept."""
+        """The array to return as ``final_state``; None where the states go to a pool, for which this records them."""
         if self.request.inplace_state:
             self._keep([int(self.rows.final[n]) for n in self.numbers], S)
             return None

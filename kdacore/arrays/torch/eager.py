@@ -149,15 +149,17 @@ class _TorchAdapter:
 
 
 def _hold_their_values(arrays: tuple[Any, ...]) -> bool:
-    """Are they plain tensors whose values are in their memory? Asked of every call that is not recognised, so in one
-    pass. False also where that is not known so fast: of empty tensors and those on the meta device."""
+    """Whether all are plain tensors with allocated memory that holds their values as they are (not lazily negated).
+
+    On the path of every call that no fast path recognises, hence one pass. False also for empty tensors and those on
+    the meta device, which the slower checks then look at.
+    """
     try:
         for x in arrays:
             if x is not None and (type(x) not in PLAIN or x.is_neg() or not x.untyped_storage().data_ptr()):
                 return False
-    except (
-        RuntimeError
-    ):  # there is no memory to point to: a sparse tensor, or one of a transform that has ended
+    except RuntimeError:
+        # There is no memory to point to: a sparse tensor, or one of a transform that has ended.
         return False
     return True
 

@@ -102,9 +102,7 @@ def _run(
     if request.packed:
         cu = required(inputs.cu_seqlens).astype(jnp.int32)
         first, length = cu[:-1], cu[1:] - cu[:-1]
-        steps = jnp.minimum(
-            jnp.max(length), request.T
-        )  # wrong offsets must not keep the device busy for hours
+        steps = jnp.minimum(jnp.max(length), request.T)  # wrong offsets must not cost hours
     else:
         first = jnp.arange(request.N, dtype=jnp.int32) * request.T
         length = jnp.full((request.N,), request.T, jnp.int32)

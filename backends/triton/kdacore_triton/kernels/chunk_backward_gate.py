@@ -123,9 +123,12 @@ def gate_grads(
         # make something of it.
         dx = dstep * tl.where(x < -17.0, step * (1.0 / LOG2E), slope)
     else:
-        s = step * (1.0 / (lower_bound * LOG2E))
-        # The slope may be 0 where the rate is largest, and both factors here are finite.
-        dx = (s * (1.0 - s) * a_exp) * (dstep * lower_bound)
+        # At the bound the slope is 0 exactly, whatever the rounding of the reciprocal: the rate may be the largest
+        # float32. Both factors of the gradient are finite.
+        bound = lower_bound * LOG2E
+        scale = 1.0 / bound
+        slope = (step * scale) * ((bound - step) * scale)
+        dx = (slope * a_exp) * (dstep * lower_bound)
         if tl.bfloat16 == KIND:
             dx = held_as(dx, KIND)
         else:

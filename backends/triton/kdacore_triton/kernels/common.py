@@ -26,6 +26,8 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32. A smaller ``exp(A_log)`` is 0."""
 MAX_A_LOG = tl.constexpr(88.72283)
 """The largest float32 whose exponential is finite."""
+SHIFTED_RATE = tl.constexpr(2.0**24)
+"""The largest rate that a softplus is multiplied by."""
 SMALL_EXPONENTIAL = tl.constexpr(2.0**-11)
 """Below this ``log(1 + e)`` is ``e``, to a relative error of 2.4e-4."""
 
@@ -100,6 +102,16 @@ def gate_rate(a_log):
 
 
 @triton.jit
+def shifted_rate(a_exp, ASM: tl.constexpr):
+    """The rate of a softplus, at most SHIFTED_RATE, and what that takes from it as log2, to be added to the input.
+
+    A large rate makes much of an exponential that is no normal float32. Where the two differ, decays are clamped.
+    """
+    shift = log2(tl.maximum(a_exp, SHIFTED_RATE) * (1.0 / SHIFTED_RATE), ASM)
+    return tl.minimum(a_exp, SHIFTED_RATE, propagate_nan=tl.PropagateNan.ALL), shift
+
+
+@triton.jit
 def gate_decay(
     g, inside, a_exp, bias, lower_bound,
     GATE: tl.constexpr, CLAMP: tl.constexpr, COARSE: tl.constexpr, ASM: tl.constexpr,
@@ -114,9 +126,10 @@ def gate_decay(
         y = at_least(g * LOG2E, MIN_STEP)
     elif GATE == 1 and COARSE and ASM:
         # A rate of 0 times the largest finite number is 0. The logarithm of 1 + e loses what a large rate needs of it.
-        x = tl.minimum((g + bias) * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        rate, shift = shifted_rate(a_exp, ASM)
+        x = tl.minimum((g + bias) * LOG2E + shift, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         e = exp2(-tl.abs(x), ASM)
-        y = -a_exp * (tl.maximum(x, 0.0) + tl.where(e < SMALL_EXPONENTIAL, e * LOG2E, log2(1.0 + e, ASM)))
+        y = -rate * (tl.maximum(x, 0.0) + tl.where(e < SMALL_EXPONENTIAL, e * LOG2E, log2(1.0 + e, ASM)))
         y = at_least(y, MIN_STEP)
     elif GATE == 1:
         y = at_least(rate_softplus(g + bias, a_exp) * -LOG2E, MIN_STEP)

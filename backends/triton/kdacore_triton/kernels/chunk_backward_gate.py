@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_io import load_rows, load_vector
-from .common import LARGEST, LOG2E, exp2, held, held_as, log2_decay, reciprocal, sigmoid
+from .common import LARGEST, LOG2E, exp2, held, held_as, log2_decay, product, reciprocal, sigmoid
 from .common import gate_rate as rate_of
 
 SHRINK = tl.constexpr(2.0**-7)
@@ -86,10 +86,17 @@ def bounded_rate(a_exp):
 
 
 @triton.jit
+def log2_bound(lower_bound):
+    """The bound of a step in log2. As a product it would become part of an fma where a step is subtracted from it, and
+    differ from the bound that the step was computed with."""
+    return product(lower_bound, LOG2E)
+
+
+@triton.jit
 def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
     """log2 decay of each row from ``x = g + dt_bias``, 0 where not ``inside``."""
     if GATE == 2:
-        y = (lower_bound * LOG2E) * reciprocal(1.0 + exp2(held(x) * bounded_rate(a_exp), ASM), ASM)
+        y = log2_bound(lower_bound) * reciprocal(1.0 + exp2(held(x) * bounded_rate(a_exp), ASM), ASM)
     else:
         y = log2_decay(x, a_exp, lower_bound, GATE)
     return tl.where(inside, y, 0.0)
@@ -123,9 +130,8 @@ def gate_grads(
         # make something of it.
         dx = dstep * tl.where(x < -17.0, step * (1.0 / LOG2E), slope)
     else:
-        # At the bound the slope is 0 exactly, whatever the rounding of the reciprocal: the rate may be the largest
-        # float32. Both factors of the gradient are finite.
-        bound = lower_bound * LOG2E
+        # At the bound the slope is 0 exactly: the rate may be the largest float32. Both factors are finite.
+        bound = log2_bound(lower_bound)
         scale = 1.0 / bound
         slope = (step * scale) * ((bound - step) * scale)
         dx = (slope * a_exp) * (dstep * lower_bound)

@@ -21,12 +21,10 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.types import ChunkInputs, Gate, InputGrads, OutputGrads, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_segments,
-    chunk_backward_segments_kernels,
-    chunk_forward,
-)
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
+from kdacore_cuda.forms.fused import forward as chunk_forward
 from kdacore_reference.oracle import oracle_backward
 
 PRESET = "backward-segments"

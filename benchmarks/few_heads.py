@@ -22,7 +22,7 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, Step
 from kdacore.bench.results import Results, Row
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward
+from kdacore_cuda.forms.fused import forward as chunk_forward
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 import kdacore
-from kdacore_cuda import chunk_forward, torch_launch
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import to_float64
 
 K = 128
@@ -242,7 +243,7 @@ def forced(cluster: int, clusters: int, helped: bool) -> Any:
 
 def clusters_of(size: int) -> str:
     """What the driver says, and what the formula would."""
-    from kdacore_cuda.chunk_forward_kernels import _clusters_at_once
+    from kdacore_cuda.forms.fused.kernels import _clusters_at_once
 
     launcher = chunk_forward._launcher(K, size, True, False, "sm_90a")
     said = torch_launch.clusters_at_once(launcher, "sm_90a", torch.cuda.current_device())

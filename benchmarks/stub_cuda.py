@@ -18,8 +18,9 @@ import kdacore_cuda
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, Device, OpImpl, Request
-from kdacore_cuda import launch, prepacked_launch, torch_launch
-from kdacore_cuda.driver import Driver
+from kdacore_cuda.runtime import launcher as launch
+from kdacore_cuda.runtime import prepacked_launch, torch_launch
+from kdacore_cuda.runtime.driver import Driver
 
 NAME = "stub"
 _HOPPER = Device("cuda", 0, "sm_90")

@@ -15,8 +15,8 @@ import emulator
 import torch
 from guarded_memory import guard
 
-from kdacore_cuda import torch_launch
-from kdacore_cuda.prepacked_launch import PrepackedLauncher
+from kdacore_cuda.runtime import torch_launch
+from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher
 
 
 @pytest.fixture(autouse=True)

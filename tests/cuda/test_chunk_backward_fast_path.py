@@ -18,14 +18,12 @@ import kdacore
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, FastGradients, OutputGrads
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_segments,
-    chunk_forward,
-    segment_lengths,
-)
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 
 EVERY = (True,) * 8
 

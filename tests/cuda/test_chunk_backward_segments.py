@@ -19,14 +19,12 @@ from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.serving import judge
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_segments,
-    chunk_backward_segments_kernels,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import EVERY_LANE, KernelSource
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import EVERY_LANE, KernelSource
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -13,8 +13,11 @@ from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward, chunk_backward_segments, chunk_forward, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.gpu

@@ -20,14 +20,14 @@ from cuda_calls import (
 )
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
-from kdacore_cuda.chunk_forward_kernels import (
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.fused.kernels import (
     cluster_size,
     helped_chunks_size,
     helper_clusters,
     resident_clusters,
 )
-from kdacore_cuda.kernel_source import EVERY_LANE
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 

@@ -11,8 +11,10 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, request
 from pool_checks import check_pools, pool_of
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, chunk_forward_fast_path, torch_launch
-from kdacore_cuda.chunk_forward_kernels import cut_states_size
+from kdacore_cuda.forms.fused import fast_path as chunk_forward_fast_path
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.fused.kernels import cut_states_size
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 MORE = pytest.mark.exhaustive

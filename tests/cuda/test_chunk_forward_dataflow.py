@@ -18,16 +18,14 @@ from forward_checks import (
 )
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import (
-    chunk_forward,
-    chunk_forward_dataflow,
-    chunk_forward_dataflow_kernels,
-    chunk_forward_segments,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
+from kdacore_cuda.forms.dataflow import kernels as chunk_forward_dataflow_kernels
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.kernel_parameters import WALK
-from kdacore_cuda.kernel_source import EVERY_LANE
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from emulated_backend import dense_inference_cases, registered, run_emulated
 
-from kdacore_cuda import chunk_forward
+from kdacore_cuda.forms.fused import forward as chunk_forward
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 """Cases that are run always; the others with the exhaustive tests."""

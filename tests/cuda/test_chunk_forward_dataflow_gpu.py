@@ -19,8 +19,10 @@ from cuda_calls import (
 from forward_checks import TOKENS, check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_dataflow, torch_launch
-from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
+from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
+from kdacore_cuda.forms.dataflow.kernels import use_dataflow
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
 GATES = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])

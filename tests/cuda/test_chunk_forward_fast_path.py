@@ -11,8 +11,11 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
-from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.fused import fast_path as chunk_forward_fast_path
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 
 
 @pytest.fixture(autouse=True)

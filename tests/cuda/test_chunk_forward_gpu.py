@@ -10,7 +10,7 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
+from kdacore_cuda.forms.fused import forward as chunk_forward
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,10 @@ from pool_checks import check_pools, pool_of, same_bits
 from server_model import Expected
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, chunk_forward_fast_path, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.fused import fast_path as chunk_forward_fast_path
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 
 NAN = float("nan")
 MORE = pytest.mark.exhaustive

@@ -20,19 +20,15 @@ from forward_checks import (
 )
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import (
-    chunk_forward,
-    chunk_forward_segments,
-    chunk_forward_segments_kernels,
-    driver,
-    segment_lengths,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
-from kdacore_cuda.kernel_source import EVERY_LANE
-from kdacore_cuda.segment_chains import chain_blocks
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.runtime import driver, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from emulated_backend import registered, run_emulated, wide_inference_cases
 
-from kdacore_cuda import chunk_forward, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 
 QUICK = (
     "chunk_kda-causality_append-base",

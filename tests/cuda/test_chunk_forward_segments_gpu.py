@@ -14,7 +14,10 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, 
 from forward_checks import check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
 

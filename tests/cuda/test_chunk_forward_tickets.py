@@ -13,7 +13,7 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
+from kdacore_cuda.forms.fused import forward as chunk_forward
 
 pytestmark = pytest.mark.usefixtures("poison")
 

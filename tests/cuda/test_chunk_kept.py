@@ -20,17 +20,15 @@ from kdacore.dispatch import torch_operators
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_kernels,
-    chunk_forward,
-    chunk_forward_kept,
-    chunk_kept,
-    torch_launch,
-)
-from kdacore_cuda.chunk_backward_kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
+from kdacore_cuda.forms.backward.kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.kept import forward as chunk_forward_kept
+from kdacore_cuda.forms.kept import sizes as chunk_kept
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 exhaustive = pytest.mark.exhaustive

@@ -17,18 +17,16 @@ import kdacore
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_segments,
-    chunk_forward,
-    chunk_forward_segments,
-    chunk_kept_segments,
-    segment_lengths,
-    torch_launch,
-)
-from kdacore_cuda.kernel_source import EVERY_LANE
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import saved as chunk_kept_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -12,17 +12,20 @@ import torch
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, jax_devices, launch, torch_launch
-from kdacore_cuda.chunk_forward_kernels import (
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.fused.kernels import (
     chunk_forward_kernel,
     cluster_size,
     cut_states_size,
     helper_clusters,
     resident_clusters,
 )
-from kdacore_cuda.driver import NO_CONTEXT, Driver, DriverError
+from kdacore_cuda.jax import devices as jax_devices
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
-from kdacore_cuda.launch import Launcher
+from kdacore_cuda.runtime import launcher as launch
+from kdacore_cuda.runtime import torch_launch
+from kdacore_cuda.runtime.driver import NO_CONTEXT, Driver, DriverError
+from kdacore_cuda.runtime.launcher import Launcher
 
 _STUB = """
 int refuses, retained, set, asked, grid, threads, shared, attributes; void* kernel;

@@ -21,19 +21,16 @@ from jax_emulation import Device
 import kdacore
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
-from kdacore_cuda import (
-    chunk_forward,
-    jax_chunk,
-    jax_launch,
-    jax_recurrent,
-    launch_program,
-    packaged_cubins,
-    recurrent,
-    xla_handler,
-    xla_interface,
-)
-from kdacore_cuda.launch_program import Clear, InPlace, make_program
-from kdacore_cuda.launch_sequence import PlannedLaunch
+from kdacore_cuda.build import packaged_cubins
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.jax import chunk as jax_chunk
+from kdacore_cuda.jax import launch as jax_launch
+from kdacore_cuda.jax import recurrent as jax_recurrent
+from kdacore_cuda.jax import xla_handler, xla_interface
+from kdacore_cuda.runtime import launch_program
+from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
+from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 
 pytestmark = pytest.mark.quick
 
@@ -138,7 +135,7 @@ def test_a_second_device_of_the_same_kind(either_handler: Device) -> None:
 
 
 def custom_call(words: Any, *given: Any) -> Any:
-    from kdacore_cuda import xla_handler
+    from kdacore_cuda.jax import xla_handler
 
     result = jax.ShapeDtypeStruct((4,), jnp.float32)
     made = jax.ffi.ffi_call(xla_handler.TARGET, result, vmap_method="sequential")
@@ -253,7 +250,8 @@ def test_torch_is_not_needed() -> None:
             f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
             "import jax, jax.numpy as jnp",
             "from kdacore.types import ChunkInputs, Device, OutputGrads, Request, TensorSpec",
-            "from kdacore_cuda import jax_chunk, slices",
+            "from kdacore_cuda.forms.slices import functions as slices",
+            "from kdacore_cuda.jax import chunk as jax_chunk",
             "x = {n: jax.ShapeDtypeStruct((1, 70, 2, 128), jnp.bfloat16) for n in 'qkvg'}",
             "x['beta'] = jax.ShapeDtypeStruct((1, 70, 2), jnp.bfloat16)",
             "hopper = Device('cuda', 0, 'sm_90')",
@@ -334,7 +332,7 @@ def test_sizes_that_are_symbols_are_declined() -> None:
 
 
 def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kdacore_cuda import jax_devices
+    from kdacore_cuda.jax import devices as jax_devices
 
     class Gpu:
         id, local_hardware_id, core_count = 9, 1, 148

@@ -18,7 +18,11 @@ from test_jax import check
 from test_slices import CROSSING, draw, pack, state, use_segments
 
 from kdacore.types import ChunkInputs, OutputGrads, SliceFunctions
-from kdacore_cuda import chunk_forward, chunk_forward_slices, jax_devices, slices, torch_launch
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.forms.slices import functions as slices
+from kdacore_cuda.jax import devices as jax_devices
+from kdacore_cuda.runtime import torch_launch
 
 CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
     "grouped": (draw(280, 1, 2, B=2), 2, BOUNDED_MODEL | {"output_final_state": True}),

@@ -25,26 +25,21 @@ from kdacore.types import (
     RecurrentInputs,
     Request,
 )
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_segments,
-    chunk_forward,
-    chunk_forward_checkpoints,
-    chunk_forward_dataflow,
-    chunk_forward_fast_path,
-    chunk_forward_segments,
-    launch,
-    prepacked_launch,
-    recurrent,
-    recurrent_fast_path,
-    segment_lengths,
-    stages,
-    torch_launch,
-)
-from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
-from kdacore_cuda.driver import Driver
-from kdacore_cuda.element_sizes import ITEM_SIZES
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
+from kdacore_cuda.forms.fused import checkpoints as chunk_forward_checkpoints
+from kdacore_cuda.forms.fused import fast_path as chunk_forward_fast_path
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.fused.kernels import chunk_forward_shared_bytes, chunk_forward_threads
+from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.forms.stages.kernels import hopper_recompute_shared_bytes
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
@@ -53,6 +48,7 @@ from kdacore_cuda.kernel_parameters import (
     GATES,
     GROUPS,
     INTRA,
+    ITEM_SIZES,
     PREPARE_MARKED,
     RECOMPUTE,
     RECURRENT,
@@ -61,8 +57,9 @@ from kdacore_cuda.kernel_parameters import (
     TYPES,
     WALK,
 )
-from kdacore_cuda.segment_lengths import SegmentLengths
-from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
+from kdacore_cuda.runtime import launcher as launch
+from kdacore_cuda.runtime import prepacked_launch, torch_launch
+from kdacore_cuda.runtime.driver import Driver
 
 pytestmark = pytest.mark.quick
 

@@ -18,16 +18,14 @@ import kdacore
 from kdacore.parallel import local_group
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import (
-    chunk_backward_slices,
-    chunk_forward,
-    chunk_forward_slices,
-    chunk_slices_kernels,
-    slices,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.slices import backward as chunk_backward_slices
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.forms.slices import functions as slices
+from kdacore_cuda.forms.slices import kernels as chunk_slices_kernels
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 pytestmark = pytest.mark.usefixtures("poison")

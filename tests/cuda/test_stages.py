@@ -16,10 +16,12 @@ import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import make_backend, stages, torch_arguments, verifiers
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
+from kdacore_cuda import make_backend, verifiers
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.forms.stages.kernels import intra_kernel, recompute_kernel
+from kdacore_cuda.runtime import torch_arguments
 from kdacore_reference import oracle_stages as exact
 
 MIXED = [0, 1, 17, 64, 15, 0, 70, 33]

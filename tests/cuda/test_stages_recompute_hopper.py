@@ -11,17 +11,18 @@ from cuda_calls import O_BOUND, error
 from stages_calls import Drawn, recompute, stage_request
 
 from kdacore.types import RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import stages, torch_launch
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_parameters import RECOMPUTE
-from kdacore_cuda.plan_cache import PlanCache
-from kdacore_cuda.stages_kernels import (
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.forms.stages.kernels import (
     RecomputeGrid,
     has_hopper_recompute,
     hopper_recompute_kernel,
     hopper_recompute_shared_bytes,
     recompute_grid,
 )
+from kdacore_cuda.kernel_parameters import RECOMPUTE
+from kdacore_cuda.runtime import torch_launch
+from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_reference import oracle_stages as exact
 
 MULTIPROCESSORS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.forms.recurrent.kernels import RecurrentMode
+from kdacore_cuda.choice import RecurrentMode
 
 
 class Allowance(NamedTuple):

@@ -16,7 +16,8 @@ from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import CSRC, KernelSource
 from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, row_name
-from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel, cluster_sizes
+from kdacore_cuda.choice import cluster_sizes
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 from kdacore_cuda.forms.stages.kernels import intra_kernel, recompute_kernel
 

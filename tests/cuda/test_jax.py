@@ -22,8 +22,8 @@ import kdacore
 import kdacore.stages
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.fused import forward as chunk_forward
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.stages import forward as stages
 

@@ -16,7 +16,8 @@ import pytest
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import kernel_parameters
 from kdacore_cuda.build.compiler import compile_text
-from kdacore_cuda.forms.recurrent.kernels import RecurrentMode, recurrent_kernel
+from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
 from kdacore_cuda.request_encoding import division
 from kdacore_cuda.runtime import launcher as launch

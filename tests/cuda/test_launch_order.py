@@ -10,10 +10,10 @@ from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore_cuda.build.kernel_source import CSRC
-from kdacore_cuda.forms.fused import forward as chunk_forward
-from kdacore_cuda.forms.fused import launches as chunk_forward_launches
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.forms.slices import launches as chunk_slices_launches
+from kdacore_cuda.runtime import device_figures
 from kdacore_cuda.runtime.launch_order import AHEAD, OTHER_WORK, check_order
 from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
 from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch, check_launches
@@ -66,9 +66,9 @@ def test_output_waits_first_where_sequences_have_one_segment() -> None:
 def planned(
     monkeypatch: pytest.MonkeyPatch, T: int = 4096, **options: Any
 ) -> tuple[Any, list[PlannedLaunch]]:
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     request = request_of("chunk_kda", draw(T, 2, 2), **(BOUNDED_MODEL | options))
-    return request, list(chunk_forward_launches.launches_of(request).launches)
+    return request, list(chunk_forward.launches_of(request).launches)
 
 
 def test_programs_in_another_order_are_refused(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,9 @@ from kdacore_cuda.build.packaged_cubins import (
     read_manifest,
     row_name,
 )
+from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
-from kdacore_cuda.forms.recurrent.kernels import RecurrentMode, recurrent_kernel
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
 pytestmark = pytest.mark.quick
 

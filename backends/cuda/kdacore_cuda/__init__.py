@@ -138,7 +138,7 @@ def _stage(function: str, *features: str) -> OpImpl:
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
     chunk = OpImpl(
-        forward=_by_kind(_lazy("forms.fused.forward", "forward"), _lazy("jax.chunk", "forward")),
+        forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.chunk", "forward")),
         backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.chunk", "backward")),
         serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
         verifiers=(
@@ -147,7 +147,7 @@ def make_backend() -> Backend:
             _verifier("sequence_length"),
             _verifier("gradients"),
         ),
-        fast_path=_lazy("forms.fused.fast_path", "make_fast_call"),
+        fast_path=_lazy("forms.chunk_forward_fast_path", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.fast_path", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
         verified_archs=VERIFIED,

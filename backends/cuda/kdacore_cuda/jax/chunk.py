@@ -11,14 +11,15 @@ import jax.numpy as jnp
 
 from kdacore.arrays.jax_meshes import summed_like
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import launches as chunk_backward_launches
 from kdacore_cuda.forms.backward.launches import INPUTS
-from kdacore_cuda.forms.fused import launches as chunk_forward_launches
 from kdacore_cuda.jax.batching import run_batched
-from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, planned, state_results
+from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results
 from kdacore_cuda.jax.partitioning import run_partitioned
 from kdacore_cuda.kernel_parameters import SUM_SCALE
+from kdacore_cuda.runtime.device_figures import planned
 from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 
 
@@ -26,7 +27,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     """``chunk_kda`` on traced arrays of CUDA devices.
 
     Args:
-        request: as of :func:`kdacore_cuda.forms.fused.forward.forward`.
+        request: as of :func:`kdacore_cuda.forms.chunk_forward.forward`.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
 
     Returns:
@@ -72,7 +73,7 @@ def given_to_kernels(request: Request, inputs: ChunkInputs) -> Arrays:
 
 def _run_forward(request: Request, arrays: Any, groups: int) -> Arrays:
     r = request
-    made = chunk_forward_launches.launches_of(r, g_type=arrays["g"].dtype.name)
+    made = chunk_forward.launches_of(r, g_type=arrays["g"].dtype.name)
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     states, in_place = state_results(r, arrays)
     results |= states

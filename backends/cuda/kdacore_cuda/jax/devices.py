@@ -49,3 +49,9 @@ def multiprocessors(index: int) -> int:
     """Multiprocessors of the device with the driver's number ``index``."""
     found = next((d for d in _local_devices() if d.local_hardware_id == index), None)
     return ASSUMED_MULTIPROCESSORS if found is None else int(found.core_count)
+
+
+def architecture(index: int) -> str:
+    """That of the device with the driver's number ``index``, such as ``sm_90``; empty if there is none."""
+    found = next((d for d in _local_devices() if d.local_hardware_id == index), None)
+    return "" if found is None else f"sm_{found.compute_capability.replace('.', '')}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import mesh_axes, out_struct, varying
-from kdacore.types import Device, Request
-from kdacore_cuda.jax import devices as jax_devices
+from kdacore.types import Request
 from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.launch_program import Clear, InPlace, Step, make_program
@@ -23,13 +21,6 @@ Form = tuple[tuple[int, ...], str]
 """Shape and dtype of an array."""
 Arrays = dict[str, Any]
 """Arrays by name."""
-
-
-def planned(request: Request) -> Request:
-    """The request as kernels are planned for it: on the device as the driver numbers it."""
-    device = request.device
-    here = Device(device.type, jax_devices.ordinal(device.index), device.arch)
-    return dataclasses.replace(request, device=here)
 
 
 def make_launches(
@@ -44,7 +35,7 @@ def make_launches(
     """One call of the handler.
 
     Args:
-        request: as :func:`planned` returns it.
+        request: as :func:`kdacore_cuda.runtime.device_figures.planned` returns it.
         arch: the real architecture whose machine code to use.
         steps: the launches, in order.
         arguments: arrays that they read, row-major as XLA hands them over.

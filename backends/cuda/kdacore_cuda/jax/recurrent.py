@@ -10,8 +10,9 @@ from kdacore.types import Outputs, RecurrentInputs, Request
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.recurrent import launches as recurrent_launches
 from kdacore_cuda.jax.batching import run_batched
-from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, planned, state_results
+from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results
 from kdacore_cuda.jax.partitioning import run_partitioned
+from kdacore_cuda.runtime.device_figures import planned
 
 
 def forward(request: Request, inputs: RecurrentInputs) -> Outputs:

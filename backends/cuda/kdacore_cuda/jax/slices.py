@@ -18,7 +18,8 @@ from kdacore_cuda.forms.slices.launches import GIVEN
 from kdacore_cuda.jax import chunk as jax_chunk
 from kdacore_cuda.jax.batching import run_looped
 from kdacore_cuda.jax.chunk import form_of, given_to_kernels, gradients_behind_scan, present, saturated
-from kdacore_cuda.jax.launch import Arrays, Form, make_launches, planned
+from kdacore_cuda.jax.launch import Arrays, Form, make_launches
+from kdacore_cuda.runtime.device_figures import planned
 
 STATE = (128, 128)
 _CARRIED = ("workspace", "segment_starts")

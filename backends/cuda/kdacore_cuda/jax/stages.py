@@ -9,8 +9,9 @@ from typing import Any
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.jax.batching import run_batched
-from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, planned
+from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches
 from kdacore_cuda.request_encoding import contiguous_strides
+from kdacore_cuda.runtime.device_figures import planned
 from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 
 

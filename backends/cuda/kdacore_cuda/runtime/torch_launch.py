@@ -89,3 +89,12 @@ def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
 def memory_rate(index: int) -> int:
     """Bytes a second that the memory of the CUDA device ``index`` delivers at most."""
     return driver().memory_rate(index)
+
+
+def architecture(index: int) -> str:
+    """That of the CUDA device ``index``, such as ``sm_90``; empty if there is none, or if nobody has used CUDA yet,
+    which is not started to find out."""
+    if not torch.cuda.is_initialized() or index >= torch.cuda.device_count():
+        return ""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"

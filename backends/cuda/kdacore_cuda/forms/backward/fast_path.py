@@ -1,5 +1,5 @@
 """``chunk_kda`` with gradients for cached calls: everything but addresses is decided and packed once,
-for the forward (:mod:`kdacore_cuda.forms.fused.fast_path`) and for the backward here."""
+for the forward (:mod:`kdacore_cuda.forms.chunk_forward_fast_path`) and for the backward here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import ChunkInputs, FastGradients, InputGrads, Request
+from kdacore_cuda.forms import chunk_forward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward.launches import FIRST_ARRAYS, SECOND_ARRAYS, BackwardLaunches, launches_of
-from kdacore_cuda.forms.fused import fast_path as chunk_forward_fast_path
-from kdacore_cuda.forms.fused import forward as chunk_forward
+from kdacore_cuda.forms.chosen import chosen
 from kdacore_cuda.forms.kept import fast_path as chunk_forward_kept_fast_path
-from kdacore_cuda.forms.kept.sizes import keeps
+from kdacore_cuda.forms.segments import forward as segments
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.launch_sequence import LaunchSequence
@@ -24,18 +24,18 @@ from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, strides_without_copi
 def make_fast_gradients(
     request: Request, inputs: ChunkInputs, wanted: tuple[bool, ...]
 ) -> FastGradients | None:
-    """:func:`kdacore_cuda.forms.fused.forward.forward` and :func:`kdacore_cuda.forms.backward.gradients.backward`
+    """:func:`kdacore_cuda.forms.chunk_forward.forward` and :func:`kdacore_cuda.forms.backward.gradients.backward`
     for calls of ``request`` whose arrays have the layout of ``inputs``.
 
-    None where :func:`kdacore_cuda.forms.fused.fast_path.make_fast_call` is (where something is
+    None where :func:`kdacore_cuda.forms.chunk_forward_fast_path.make_fast_call` is (where something is
     kept for the backward, :func:`kdacore_cuda.forms.kept.fast_path.make_fast_call`). The
     returned backward returns None, having launched nothing, where q, k, v, g or what was kept is not
     16-byte aligned, where nothing was kept, and where another device is current.
 
     Raises BackendBuildError or DriverError.
     """
-    kept = keeps(request)
-    kept_segments = not kept and chunk_forward.keeps_segments(request)
+    saves = chosen(request).saves
+    kept, kept_segments = saves == "operands", saves == "maps" and segments.plan_of(request).keeps
     forward = None if kept else chunk_forward_fast_path.make_fast_call(request, inputs)
     if forward is None and not kept:
         return None

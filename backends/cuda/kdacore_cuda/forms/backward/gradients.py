@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import ArrayKind, ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda.architectures import build_arch
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.backward.kernels import (
     GROUPS_THREADS,
@@ -30,10 +29,10 @@ from kdacore_cuda.forms.backward.kernels import (
     sums_kernel,
 )
 from kdacore_cuda.forms.backward.segments import ChunkBackwardSegmentsPlan, ScanLaunch
-from kdacore_cuda.forms.backward.segments_kernels import use_segments
 from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY
 from kdacore_cuda.forms.backward.sizes import WORKSPACE as WORKSPACE
-from kdacore_cuda.forms.kept.sizes import keeps, kept_arrays
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.kept.sizes import kept_arrays
 from kdacore_cuda.forms.segments import saved as chunk_kept_segments
 from kdacore_cuda.kernel_parameters import GATES, GROUPS, SUMS, TYPES
 from kdacore_cuda.request_encoding import (
@@ -44,7 +43,7 @@ from kdacore_cuda.request_encoding import (
     items_for_choice,
     type_code,
 )
-from kdacore_cuda.runtime.device_figures import multiprocessors
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors
 from kdacore_cuda.runtime.launcher import Launcher
 from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import address, aligned, contiguous, token_arguments
@@ -108,7 +107,7 @@ def _make_plan(r: Request) -> ChunkBackwardPlan:
     floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if bounded else UNBOUNDED_FLOOR
     return ChunkBackwardPlan(
         slots=slots,
-        arch=build_arch(r.device.arch),
+        arch=arch_of(r),
         float_gate=type_code(r, "g") != TYPES["bfloat16"],
         bounded=bounded,
         grouped=r.HV != r.H,
@@ -220,10 +219,10 @@ def scan_launches(
     if kept_segments:
         segments = chunk_backward_segments.plan_of_kept(request)
         return segments.launches, segments
-    heads, available = items_for_choice(request), multiprocessors(request.kind, index)
-    if use_segments(heads, available):
+    if chosen(request).backward_in_segments:
         segments = chunk_backward_segments.plan_of(request)
         return segments.launches, segments
+    heads, available = items_for_choice(request), multiprocessors(request.kind, index)
     kernel = scan_kernel(scan_warpgroups(heads, available))
     return (ScanLaunch("scan", kernel, plan_of(request).grid(kernel, index)),), None
 
@@ -279,7 +278,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     d_ht = None if grads.final_state is None else grads.final_state.contiguous()
     d_h0 = None if x.initial_state is None else x.initial_state.new_empty(x.initial_state.shape)
 
-    if saved and keeps(request):
+    if saved and chosen(request).saves == "operands":
         work = kept_arrays(saved[0], plan.sizes["units"]) | make_workspace(plan, x.q, "dh", "dr")
         reverse = reverse_launch(request, x.q.device.index)
         launch(reverse.kernel, plan, x, work | given_arrays(d_o=d_o, d_ht=d_ht, d_h0=d_h0), reverse.blocks)

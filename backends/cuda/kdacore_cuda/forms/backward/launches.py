@@ -15,7 +15,8 @@ from kdacore_cuda.forms.backward.kernels import (
     prepare_kernel,
 )
 from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE
-from kdacore_cuda.forms.kept.sizes import keeps, kept_places
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.kept.sizes import kept_places
 from kdacore_cuda.forms.segments import saved as chunk_kept_segments
 from kdacore_cuda.kernel_parameters import ITEM_SIZES, TYPES
 from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
@@ -78,8 +79,9 @@ def launches_of(
     """
     r, plan = request, chunk_backward.plan_of(request)
     index, units = r.device.index, plan.sizes["units"]
-    kept_at = kept_places(units) if keeps(r) else {}
-    made, scan_workspace, own_sizes = _first_launches(r, plan, keeps(r), kept_segments)
+    saves_operands = chosen(r).saves == "operands"
+    kept_at = kept_places(units) if saves_operands else {}
+    made, scan_workspace, own_sizes = _first_launches(r, plan, saves_operands, kept_segments)
     if kept_segments:
         kept_at = chunk_kept_segments.kept_places(scan_workspace["starts"] // chunk_kept_segments.START_BYTES)
     first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))

@@ -1,5 +1,4 @@
-"""The kernels of the chunk backward in segments on Hopper, K = V = 128, and the rule for when
-segments are used."""
+"""The kernels of the chunk backward in segments on Hopper, K = V = 128."""
 
 from __future__ import annotations
 
@@ -55,17 +54,6 @@ def walk_warpgroups(walks: int, multiprocessors: int) -> int:
     """Warpgroups per block, same bits, for so many walks over a segment: 1 where two blocks per
     walk still find a multiprocessor each."""
     return 1 if 2 * walks <= multiprocessors else 2
-
-
-def use_segments(items: int, multiprocessors: int) -> bool:
-    """Whether ``items`` sequences and value heads are few enough for segments to be faster than one
-    chain per head.
-
-    A chunk of all heads takes 1.35 us in one chain per head, and 0.1 us for each head in segments
-    (132 multiprocessors, 65536 tokens). The number of tokens must not decide: appending tokens
-    would then change the bits of the gradients of those before.
-    """
-    return 11 * items <= multiprocessors
 
 
 def chunks_per_segment(items: int) -> int:

@@ -90,19 +90,6 @@ def _make_plan(r: Request) -> ChunkForwardDataflowPlan:
 plan_of = PlanCache(_make_plan)
 
 
-def serves(request: Request) -> bool:
-    """Whether the kernels have what a request asks for: no pack, no rows of a pool, states neither
-    in place nor masked, no checkpoints at chosen tokens."""
-    r = request
-    return not (
-        r.packed
-        or r.inplace_state
-        or r.state_indices_ndim
-        or r.checkpoint_count
-        or r.has("has_initial_state")
-    )
-
-
 @cache
 def walk_launcher() -> Launcher:
     """The launcher of the second launch."""
@@ -166,11 +153,11 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
     """``chunk_kda`` without gradients on CUDA tensors of a Hopper GPU.
 
     Args:
-        request: bfloat16 q, k and v, K = V = 128, as :func:`serves` says.
+        request: bfloat16 q, k and v, K = V = 128, as :func:`kdacore_cuda.choice.dataflow_serves` says.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
 
     Returns:
-        As :func:`kdacore_cuda.forms.fused.forward.forward`.
+        As :func:`kdacore_cuda.forms.chunk_forward.forward`.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.

@@ -1,5 +1,4 @@
-"""The kernels of ``chunk_kda`` in two launches that run side by side on Hopper, K = V = 128, and the
-rule for when they are used."""
+"""The kernels of ``chunk_kda`` in two launches that run side by side on Hopper, K = V = 128."""
 
 from __future__ import annotations
 
@@ -46,21 +45,6 @@ def walk_kernel() -> KernelSource:
     """Outputs, checkpoints and final states: two blocks per sequence and value head. Takes
     :data:`kdacore_cuda.kernel_parameters.WALK`."""
     return KernelSource(f"{_SOURCES}/walk.cu", "walk", (("SHARED_BYTES", WALK_SHARED),))
-
-
-_LEAST_PART, _LARGEST_PART = 15.5 / 132, 22.5 / 132
-"""Of the multiprocessors: with fewer sequences and value heads segments are as fast, with more clusters of four with
-helpers (``forms.fused.kernels.helper_clusters``)."""
-
-
-def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:
-    """Whether ``items`` sequences and value heads are served by these kernels.
-
-    If gates are bounded, segments or the fused kernel with clusters of four are faster for every number of
-    items, or as fast. All times grow with the tokens, and the number of tokens must not decide: appending tokens would
-    then change the bits of those before.
-    """
-    return not bounded and _LEAST_PART * multiprocessors < items <= _LARGEST_PART * multiprocessors
 
 
 def packaged_dataflow_kernels() -> Iterator[KernelSource]:

@@ -39,6 +39,18 @@ class Marks(NamedTuple):
 NO_MARKS = Marks(None, None, None)
 
 
+def make_checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """An array for checkpoints (``request.checkpoint_shape``), None when the request asks for none.
+
+    Uninitialised, except of a pack or where sequences may be padding: no kernel writes the unused
+    rows there, so all are zero.
+    """
+    if not request.checkpoint_every:
+        return None
+    make = o.new_zeros if request.packed or request.pool_size else o.new_empty
+    return make(request.checkpoint_shape, dtype=dtype)
+
+
 def make_marks(request: Request, inputs: ChunkInputs, o: torch.Tensor, between_steps: bool) -> Marks:
     """The marks of a call, on the device of ``o``. ``between_steps``: its kernels take more than 16
     tokens in a step."""

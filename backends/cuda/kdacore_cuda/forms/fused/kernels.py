@@ -1,139 +1,18 @@
-"""The chunk forward kernels: how each is compiled, its blocks and shared memory, and how clusters
-share a call."""
+"""The chunk forward kernels: how each is compiled, its blocks and shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from kdacore_cuda.architectures import CLUSTER_ARCHS, HEAD_DIMS, HOPPER, SHARED_LIMITS
+from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, SHARED_LIMITS, has_hopper_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.kernel_parameters import STEP_TOKENS, TICKETS_BYTES
-
-
-def has_hopper_kernel(K: int, arch: str) -> bool:
-    """Whether Hopper's own kernel serves this head dim: 64 columns of V per warpgroup, 32 tokens
-    per step."""
-    return arch == HOPPER and K == 128
-
-
-def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
-    """Cluster sizes the kernels are compiled with. At K = 64 one block carries the whole state;
-    sharing was slower."""
-    if K == 64 or arch not in CLUSTER_ARCHS:
-        return (1,)
-    return (2, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
-
-
-ClustersAtOnce = Callable[[int], int]
-"""Given a cluster's number of blocks: how many such clusters are resident on the GPU at once; 0 if unknown."""
-
-
-def _unknown(cluster: int) -> int:
-    return 0
-
-
-_LONG = 1024
-"""Tokens of a sequence from which on clusters of four pay that share more items than there are clusters."""
-
-
-def cluster_size(
-    K: int, items: int, tokens: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
-) -> int:
-    """Blocks that share an item (a sequence and value head) of ``items``. Depends on shapes and the
-    device alone.
-
-    A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
-    idle. On Hopper clusters of four still pay where they share up to a third more items than run at
-    once, if sequences are long. Both sizes give the same bits there, so tokens may decide.
-
-    Args:
-        K: head dim.
-        items: sequences times value heads.
-        tokens: of a sequence, on average.
-        multiprocessors: of the device.
-        arch: the real architecture.
-        at_once: as the driver says. By shapes and multiprocessors where it does not.
-    """
-    sizes = cluster_sizes(K, arch)
-    if has_hopper_kernel(K, arch):
-        if 3 * items > multiprocessors:  # more than a third above whatever the driver would say
-            return 2
-        together = at_once(4) or _clusters_at_once(4, multiprocessors)
-        return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
-    reached = {c: multiprocessors if c <= 2 else multiprocessors * 9 // 11 for c in sizes}
-    return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
-
-
-def _clusters_at_once(cluster: int, multiprocessors: int) -> int:
-    """How many clusters run at once, for plans without a device whose driver could be asked. A cluster lies within one
-    of the parts that a device is made of, so clusters of four leave some multiprocessors out: of an H200's 132 they
-    have 120. Other devices with as many multiprocessors may differ."""
-    return multiprocessors * 10 // 44 if cluster == 4 else multiprocessors // cluster
-
-
-def resident_clusters(
-    K: int, cluster: int, items: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
-) -> int:
-    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster
-    of its own.
-
-    As many as run at once, where there are more items than that and the kernel can cut an item in
-    two.
-    """
-    if not has_hopper_kernel(K, arch):
-        return 0
-    together = at_once(cluster) or _clusters_at_once(cluster, multiprocessors)
-    return together if items > together else 0
-
-
-def cut_states_size(clusters: int) -> int:
-    """Float32 numbers for tickets, for the states of items cut in two, one per cluster, and for the
-    flags (8 bytes a warp) behind."""
-    return TICKETS_BYTES // 4 + clusters * (128 * 128 + 2 * _SCANNERS * _SCAN_WARPS)
-
-
-_LEAST_HELPED_PART = {True: 23.5 / 132, False: 22.5 / 132}
-"""By whether gates are bounded: sequences and value heads with helpers, at least, as part of the multiprocessors. With
-fewer, clusters of four do not wait for what they prepare (bounded), or other kernels are faster (unbounded)."""
-
-
-def helper_clusters(
-    items: int,
-    tokens: int,
-    cluster: int,
-    bounded: bool,
-    multiprocessors: int,
-    at_once: ClustersAtOnce = _unknown,
-) -> int:
-    """Clusters of blocks that help ``items`` sequences and heads of ``tokens`` tokens: each block prepares every third
-    step of one of them. 0 where they have no helpers; the same bits.
-
-    Helpers and the clusters that they help all run at once.
-    """
-    helpers = -(-items // 4)
-    if cluster < 4 or tokens < _LONG or items < _LEAST_HELPED_PART[bounded] * multiprocessors:
-        return 0
-    return helpers if items + helpers <= (at_once(4) or _clusters_at_once(4, multiprocessors)) else 0
-
-
-def helped_chunks_size(T: int, items: int) -> int:
-    """Float32 numbers for tickets, for the steps that helpers prepare for ``items`` sequences and heads of ``T``
-    tokens, and for the flags (8 bytes for each scanning block) that say they are there."""
-    helped_steps = -(-T // STEP_TOKENS) // (_SCANNERS + 1)
-    return TICKETS_BYTES // 4 + items * helped_steps * (_IMAGE_BYTES // 4 + 2 * _SCANNERS)
-
-
-SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
-"""Tokens of a short sequence, at most; sequences and heads of a cluster, at least, where many short
-ones go a way of their own, since uneven parts cost little there."""
-
-
-def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:
-    """Whether ``clusters`` have a faster kernel for ``items`` sequences and heads of ``T`` tokens: the
-    same bits."""
-    return cluster == _SCANNERS and 0 < SHORT_ITEMS * clusters <= items and T <= SHORT_TOKENS
+from kdacore_cuda.choice import SCANNERS, cluster_sizes
+from kdacore_cuda.forms.fused.sizes import IMAGE_BYTES, SCAN_WARPS
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
+from kdacore_cuda.runtime.launcher import Launcher
 
 
 def chunk_forward_kernel(
@@ -153,8 +32,8 @@ def chunk_forward_kernel(
         bounded: every log decay lies in [-5, 0].
         float_gate: ``g`` is float32, not bfloat16.
         arch: the real architecture to compile for.
-        many_short: the way of many short sequences (:func:`are_many_short`).
-        helped: each cluster has a helper (:func:`helper_clusters`).
+        many_short: that of many short sequences (:func:`kdacore_cuda.choice.are_many_short`).
+        helped: others prepare steps (:func:`kdacore_cuda.choice.preparing_clusters`).
     """
     own = has_hopper_kernel(K, arch)
     defines = (
@@ -193,7 +72,7 @@ def checkpoint_tail_kernel() -> KernelSource:
 def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
     """Block size of :func:`chunk_forward_kernel`."""
     if has_hopper_kernel(K, arch):
-        return 32 * (_SCAN_WARPS + _SLICE_WARPS + _SOLVER_SLOTS)
+        return 32 * (SCAN_WARPS + _SLICE_WARPS + _SOLVER_SLOTS)
     return 32 * (_scan_warps(K, cluster) + _prepare_warps(K, cluster, arch))
 
 
@@ -203,6 +82,25 @@ def chunk_forward_shared_bytes(K: int, cluster: int, bounded: bool, arch: str = 
     return _hopper_shared(bounded) if has_hopper_kernel(K, arch) else _portable_shared(K, cluster, arch)
 
 
+@cache
+def chunk_forward_launcher(
+    K: int,
+    cluster: int,
+    bounded: bool,
+    float_gate: bool,
+    arch: str,
+    many_short: bool = False,
+    helped: bool = False,
+) -> Launcher:
+    """The launcher of :func:`chunk_forward_kernel`, whose arguments these are."""
+    return Launcher(
+        chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short, helped),
+        CHUNK_FORWARD,
+        chunk_forward_threads(K, cluster, arch),
+        chunk_forward_shared_bytes(K, cluster, bounded, arch),
+    )
+
+
 def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
     """The chunk forward kernels shipped for ``arch``; those with a float32 ``g`` for Hopper
     only."""
@@ -210,17 +108,16 @@ def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
     for K in HEAD_DIMS:
         for cluster, bounded, float_gate in product(cluster_sizes(K, arch), (False, True), float_gates):
             yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch)
-            if has_hopper_kernel(K, arch) and cluster == _SCANNERS:
+            if has_hopper_kernel(K, arch) and cluster == SCANNERS:
                 yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short=True)
-            if has_hopper_kernel(K, arch) and cluster == 2 * _SCANNERS:
+            if has_hopper_kernel(K, arch) and cluster == 2 * SCANNERS:
                 yield chunk_forward_kernel(K, cluster, bounded, float_gate, arch, helped=True)
 
 
 # The Hopper kernel, K = V = 128. A block has 4 scan warps (64 columns of V), 8 slice warps (32
 # channels of half a chunk each) and 2 solver warps. The solvers' warpgroup is filled up to 4 warps,
 # as reallocating registers requires.
-_SCANNERS, _SCAN_WARPS, _SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 2, 4, 8, 4, 6
-_IMAGE_BYTES = 2 * 3 * 4096 + 3072 + 4 * 128 + 3 * 4 * 32  # of a prepared step
+_SLICE_WARPS, _SOLVER_SLOTS, _STAGES = 8, 4, 6
 
 
 class Registers(NamedTuple):
@@ -235,13 +132,13 @@ class Registers(NamedTuple):
 def _registers(cluster: int) -> Registers:
     """Counts with which nothing spills: reading a spilled word back waits for the loads queued
     before it."""
-    return Registers(184, 120, 88) if cluster == _SCANNERS else Registers(232, 136, 88)
+    return Registers(184, 120, 88) if cluster == SCANNERS else Registers(232, 136, 88)
 
 
 def _hopper_defines(cluster: int, many_short: bool, helped: bool) -> tuple[tuple[str, int], ...]:
     registers = _registers(cluster)
     return (
-        ("SCANNERS", _SCANNERS),
+        ("SCANNERS", SCANNERS),
         ("STAGES", _STAGES),
         ("GROUPS", 1),
         ("SOLVER_SLOTS", _SOLVER_SLOTS),
@@ -254,7 +151,7 @@ def _hopper_defines(cluster: int, many_short: bool, helped: bool) -> tuple[tuple
 
 
 def _hopper_shared(bounded: bool) -> int:
-    stage = -(-_IMAGE_BYTES // 1024) * 1024
+    stage = -(-IMAGE_BYTES // 1024) * 1024
     values_and_output = 4 * 4 * 1024
     slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
     triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (3 * _STAGES + 8), 32

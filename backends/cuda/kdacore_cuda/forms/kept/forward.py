@@ -30,7 +30,7 @@ def outputs_kernel(request: Request) -> ChunkBackwardKernel:
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
-    """``chunk_kda`` of a call for which :func:`kdacore_cuda.forms.kept.sizes.keeps` is true.
+    """``chunk_kda`` of a call for which :attr:`kdacore_cuda.choice.Choice.form` is ``kept``.
 
     Args:
         request: bfloat16 q, k, v, K = V = 128.

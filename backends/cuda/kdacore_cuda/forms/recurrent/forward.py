@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda.architectures import build_arch
-from kdacore_cuda.forms.recurrent.kernels import (
-    RecurrentMode,
-    recurrent_kernel,
-    recurrent_mode,
-    recurrent_tile,
-)
+from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel, recurrent_tile
 from kdacore_cuda.kernel_parameters import FLAGS, GATES, ITEM_SIZES, RECURRENT
 from kdacore_cuda.request_encoding import contiguous_token_strides, division, is_int64, token_flags, type_code
+from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.launcher import Launcher
 from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher
@@ -60,7 +57,7 @@ class RecurrentPlan:
 
     def __init__(self, r: Request) -> None:
         self.request = r
-        self.arch = build_arch(r.device.arch)
+        self.arch = arch_of(r)
         self.strides = contiguous_token_strides(r)
         self.state_dtype = torch_dtype(r, r.state_dtype)
         self.state_size = ITEM_SIZES[r.state_dtype]
@@ -68,7 +65,7 @@ class RecurrentPlan:
         self.state_row = r.HV * r.K * r.V
         self.written_indices = r.written_indices if r.inplace_state else ""
         self._launches: dict[tuple[int, ...], RecurrentLaunch] = {}
-        self.contiguous_launch = _make_launch(r, self.strides, recurrent_mode(r))
+        self.contiguous_launch = _make_launch(r, self.strides, chosen(r).mode)
 
     def launch_for(self, strides: tuple[int, ...]) -> RecurrentLaunch:
         """The launch for these batch, token and head strides of q, k, v, g and beta, and any row

@@ -1,30 +1,14 @@
-"""The recurrent kernels: how each is compiled, and which one serves a call."""
+"""The recurrent kernels: how each is compiled, and the tile of the state that a block computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import IntEnum
 from itertools import product
 from typing import NamedTuple
 
-from kdacore.types import Request
 from kdacore_cuda.architectures import HEAD_DIMS
 from kdacore_cuda.build.kernel_source import KernelSource
-
-
-class RecurrentMode(IntEnum):
-    """Which calls a kernel serves. All modes do the same arithmetic, bit for bit."""
-
-    GENERAL = 0
-    """Every call."""
-    CONTIGUOUS = 1
-    """bfloat16 q, k and v, no float16, one gate per channel, contiguous token arrays of fewer than
-    2**31 elements, not packed, rows of states on 16 bytes."""
-    ONE_TOKEN = 2
-    """As CONTIGUOUS, with one token per sequence, bfloat16 g and beta, float32 dt_bias, and one
-    pool row per sequence."""
-    ONE_TOKEN_HEAD_GATE = 3
-    """As ONE_TOKEN, with one gate per head, and g, beta and dt_bias of float32 or bfloat16."""
+from kdacore_cuda.choice import RecurrentMode
 
 
 class RecurrentTile(NamedTuple):
@@ -81,19 +65,6 @@ def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode)
         return _SEVERAL_TOKENS[K, v_first, bf16_state]
     warps, rows, columns, min_blocks = _TILES[K, v_first, bf16_state]
     return RecurrentTile(warps, rows, min_blocks[min(mode, RecurrentMode.ONE_TOKEN)], columns)
-
-
-def recurrent_mode(r: Request) -> RecurrentMode:
-    """The most specialised kernel that serves the call if its arrays are contiguous."""
-    types = {name: r.spec(name).dtype for name in ("v", "g", "beta", "dt_bias") if r.has(name)}
-    no_float16 = r.dtype == "bfloat16" and "float16" not in types.values()
-    if not no_float16 or r.packed or r.B * r.T * r.HV * r.K >= 2**31:
-        return RecurrentMode.GENERAL
-    one_token = r.T == 1 and r.state_indices_ndim == 1
-    if r.scalar_gate:
-        return RecurrentMode.ONE_TOKEN_HEAD_GATE if one_token else RecurrentMode.GENERAL
-    usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
-    return RecurrentMode.ONE_TOKEN if one_token and usual_types else RecurrentMode.CONTIGUOUS
 
 
 def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> KernelSource:

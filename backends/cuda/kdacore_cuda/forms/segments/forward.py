@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.fused.checkpoints import Marks, make_marks
-from kdacore_cuda.forms.segments import saved as chunk_kept_segments
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.fused.checkpoints import Marks, make_checkpoints, make_marks
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.kernels import (
     SegmentsKernel,
@@ -141,7 +141,7 @@ def _make_plan(r: Request) -> ChunkForwardSegmentsPlan:
         prepare = chunk_backward.launcher(segments_prepare_kernel(chunks.float_gate, chunks.bounded))
     launches = [("prepare", prepare, marked_units + units)]
     flags = chunks.sizes["flags"]
-    keeps = chunk_kept_segments.keeps(r, segments)
+    keeps = chosen(r).saves == "maps" and segments > 1
     per_segment = output_blocks(slots * r.HV, multiprocessors)
     from_zeros = not (r.has("initial_state") or r.pool_size)
     composes = from_zeros and not (r.packed or marked_units) and output_composes(segments, per_segment)
@@ -285,7 +285,7 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
 
     Returns:
-        As :func:`kdacore_cuda.forms.fused.forward.forward`.
+        As :func:`kdacore_cuda.forms.chunk_forward.forward`.
 
     Raises:
         BackendBuildError: a kernel had to be compiled and could not be.
@@ -297,15 +297,3 @@ def forward(request: Request, inputs: ChunkInputs) -> Outputs:
         torch_launch.launch(launcher, grid, arch, o, values)
     saved = (call.segments,) if plan.keeps else ()
     return Outputs(*returned(request, inputs, call.pools), call.outputs.checkpoints, saved)
-
-
-def make_checkpoints(request: Request, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """An array for checkpoints (``request.checkpoint_shape``), None when the request asks for none.
-
-    Uninitialised, except of a pack or where sequences may be padding: no kernel writes the unused
-    rows there, so all are zero.
-    """
-    if not request.checkpoint_every:
-        return None
-    make = o.new_zeros if request.packed or request.pool_size else o.new_empty
-    return make(request.checkpoint_shape, dtype=dtype)

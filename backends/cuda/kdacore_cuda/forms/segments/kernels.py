@@ -1,9 +1,8 @@
-"""The kernels of ``chunk_kda`` in segments on Hopper, K = V = 128, and the rule for when segments
-are used."""
+"""The kernels of ``chunk_kda`` in segments on Hopper, K = V = 128."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -137,37 +136,6 @@ def output_begins_early(chain_blocks: int, multiprocessors: int) -> bool:
     since the blocks of output then begin at different times (:func:`output_is_paired`).
     """
     return 4 * chain_blocks <= multiprocessors
-
-
-_CYCLES_PER_CHUNK_IN_SEGMENTS = {True: 23_500, False: 23_800}
-"""By whether gates are bounded: cycles of one multiprocessor for 64 tokens of one value head in segments, all
-launches together. With a bounded gate 8192 tokens take a tenth less, but with more than 17 heads other lengths are
-slower than in the fused kernel (H100, 20 heads: 3072 tokens 108 us and 94, 16384 tokens 475 us and 418)."""
-_CYCLES_WITH_FAST_MEMORY, _FAST_MEMORY = 18_500, 4e12
-"""The same with a bounded gate and more than 16 heads, which the bytes limit, where the memory delivers so many bytes a
-second or more: an H200, not an H100."""
-_CYCLES_PER_FUSED_STEP = {True: 1_570, False: 2_040}
-"""Cycles of a step of 32 tokens of the fused kernel with clusters of four, for 20 heads."""
-
-
-def use_segments(items: int, bounded: bool, multiprocessors: int, memory_rate: Callable[[], float]) -> bool:
-    """Whether ``items`` sequences and value heads are few enough for segments to be faster than the
-    fused kernel.
-
-    In segments every multiprocessor is used, so the time is the total work divided by their number.
-    The fused kernel takes its steps one after another even on an idle device. Both times grow with
-    the tokens, and the number of tokens must not decide: appending tokens would then change the
-    bits of those before.
-
-    Args:
-        items: sequences times value heads.
-        bounded: whether the gate is.
-        memory_rate: gives the bytes a second that the memory delivers. Called only where that decides.
-    """
-    cycles = 2 * _CYCLES_PER_FUSED_STEP[bounded] * multiprocessors
-    if items * _CYCLES_PER_CHUNK_IN_SEGMENTS[bounded] <= cycles:
-        return True
-    return bounded and items * _CYCLES_WITH_FAST_MEMORY <= cycles and memory_rate() >= _FAST_MEMORY
 
 
 def packaged_segments_kernels() -> Iterator[KernelSource]:

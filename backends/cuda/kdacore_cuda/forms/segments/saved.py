@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kdacore.types import Request
-from kdacore_cuda.request_encoding import items_for_choice
-from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.torch_arguments import aligned_bytes
 
 if TYPE_CHECKING:
@@ -19,22 +16,6 @@ if TYPE_CHECKING:
 
 MAP_BYTES = START_BYTES = 64 * 1024
 """Bytes of the map (A, of S' = S A + B) and of the starting state of one segment and value head."""
-
-
-def keeps(r: Request, segments: int) -> bool:
-    """Whether a forward in segments keeps them, given how many a sequence may have."""
-    if not r.needs_grad or r.kind != "torch" or r.traced or segments < 2:
-        return False
-    return use_kept_segments(items_for_choice(r), multiprocessors_of(r))
-
-
-def use_kept_segments(items: int, multiprocessors: int) -> bool:
-    """Whether ``items`` sequences and value heads are few enough for a backward in segments whose maps are
-    kept to be faster than one chain per head.
-
-    Of what a backward in segments takes more than such a chain, the maps are most.
-    """
-    return 8 * items <= multiprocessors
 
 
 def kept_places(count: int) -> dict[str, int]:

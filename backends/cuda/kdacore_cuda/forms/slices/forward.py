@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
+from kdacore_cuda.choice import finishes_as_whole
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.fused import forward as chunk_forward
 from kdacore_cuda.forms.segments.forward import (
     CHUNK_OPERANDS_BYTES,
     fill_prepare_values,
@@ -32,7 +33,6 @@ from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
 from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
 from kdacore_cuda.forms.slices.kernels import (
     chunks_per_segment,
-    finishes_as_whole,
     maps_kernel,
     starts_kernel,
     transition_kernel,
@@ -59,7 +59,7 @@ class ChunkForwardSlicesPlan(NamedTuple):
 
     chunks: chunk_backward.ChunkBackwardPlan
     as_whole: bool
-    """The results come from :func:`kdacore_cuda.forms.fused.forward.forward`."""
+    """The results come from :func:`kdacore_cuda.forms.chunk_forward.forward`."""
     results: int
     """``G``: sequences whose transition is asked for."""
     prepare: tuple[Launcher, int]
@@ -201,7 +201,7 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
             from.
 
     Returns:
-        As :func:`kdacore_cuda.forms.fused.forward.forward`. Where a backward may follow and rows are not packed,
+        As :func:`kdacore_cuda.forms.chunk_forward.forward`. Where a backward may follow and rows are not packed,
         ``saved`` has the maps and starting states of all segments, 128 KiB for each segment and head (17 MB
         for 65,536 tokens of 16 heads). For a pack it is empty: the forward makes no map of the last segment
         of a sequence, which the backward needs.

@@ -6,10 +6,10 @@ from functools import partial
 
 from kdacore.lazy import lazy_function
 from kdacore.types import Request, SliceFunctions
-from kdacore_cuda.architectures import build_arch
-from kdacore_cuda.forms.fused.kernels import has_hopper_kernel
+from kdacore_cuda.architectures import has_hopper_kernel
 from kdacore_cuda.forms.slices import backward as chunk_backward_slices
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.runtime.device_figures import arch_of
 
 _OF_TORCH = SliceFunctions(
     chunk_forward_slices.begin,
@@ -32,7 +32,7 @@ KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
 def slice_functions(request: Request) -> SliceFunctions | None:
     """The functions that serve a slice of ``chunk_kda`` by kernels for slices: on Hopper with
     K = V = 128, for any number of heads. None elsewhere: such a slice is composed of whole calls."""
-    if not has_hopper_kernel(request.K, build_arch(request.device.arch)):
+    if not has_hopper_kernel(request.K, arch_of(request)):
         return None
     functions = _OF_JAX if request.kind == "jax" else _OF_TORCH
     if request.op != "chunk_kda":

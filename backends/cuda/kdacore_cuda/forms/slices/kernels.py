@@ -36,16 +36,6 @@ def maps_kernel(leaving_only: bool) -> SegmentsKernel:
     return SegmentsKernel(KernelSource(f"{_FORWARD}/maps.cu", "maps", defines), MAPS_THREADS, MAPS_SHARED)
 
 
-def finishes_as_whole(items: int, packed: bool, multiprocessors: int) -> bool:
-    """Whether the results of a slice come from a call of its own, not from segments.
-
-    So it is for packs of many sequences, ``items`` of them times value heads: such a call takes half
-    the time of segments (0.6 ns a token and head), and the one sequence that goes on behind the slice is
-    then likely to be a small part of it. Of few long sequences the call would be one chain after another.
-    """
-    return packed and items >= 4 * multiprocessors
-
-
 def _compose_source(folder: str, name: str, blocks: int) -> tuple[KernelSource, int]:
     """A kernel whose ``blocks`` (4 or 8, same bits) share the rows of a state, and its shared memory in
     bytes."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
-from kdacore_cuda.architectures import build_arch
+from kdacore_cuda.forms.chosen import chosen
 from kdacore_cuda.forms.stages.kernels import (
     STAGE_THREADS,
-    has_hopper_recompute,
     hopper_recompute_kernel,
     intra_kernel,
     intra_shared_bytes,
@@ -21,7 +20,7 @@ from kdacore_cuda.forms.stages.kernels import (
 )
 from kdacore_cuda.kernel_parameters import FLAGS, INTRA, RECOMPUTE
 from kdacore_cuda.request_encoding import is_int64, type_code
-from kdacore_cuda.runtime.device_figures import multiprocessors_of
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.launcher import Launcher
 from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import address, aligned, contiguous
@@ -45,7 +44,7 @@ class StagePlan(NamedTuple):
 
 
 def _make_plan(r: Request) -> StagePlan:
-    float16, arch = r.dtype == "float16", build_arch(r.device.arch)
+    float16, arch = r.dtype == "float16", arch_of(r)
     sizes: tuple[Any, ...] = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks),
         *(FLAGS["CU64"] * is_int64(r, "cu_seqlens"), type_code(r, "beta")),
@@ -53,7 +52,7 @@ def _make_plan(r: Request) -> StagePlan:
     items = (1 if r.packed else r.B) * r.num_chunks * r.HV
     if r.op == "kda_chunk_intra":
         return StagePlan(_intra_launcher(r.K, float16), items, arch, (*sizes, r.scale))
-    if not has_hopper_recompute(r.K, r.V, arch):
+    if not chosen(r).own_recompute:
         return StagePlan(_recompute_launcher(r.K, r.V, float16), items, arch, (*sizes, 0, 0, 0))
     # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
     # their last one.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.choice import has_hopper_recompute
 
 STAGE_THREADS = 128
 """Block size of every stage kernel."""
@@ -67,12 +68,6 @@ be faster."""
 L2_BYTES = 72 * 2**20
 """Bytes of the last results that are written so as to stay in L2. The L2 has 50 MB and retains
 about 33 of these; values up to 120 MB measured the same."""
-
-
-def has_hopper_recompute(K: int, V: int, arch: str) -> bool:
-    """Whether :func:`hopper_recompute_kernel` serves such calls; :func:`recompute_kernel` serves
-    all others."""
-    return K == V == HOPPER_HEAD_DIM and arch == HOPPER
 
 
 def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:

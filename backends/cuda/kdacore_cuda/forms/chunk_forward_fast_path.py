@@ -9,13 +9,20 @@ import torch
 
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
-from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
-from kdacore_cuda.forms.fused import forward as chunk_forward
-from kdacore_cuda.forms.fused.launches import ForwardLaunches, launches_of
-from kdacore_cuda.request_encoding import contiguous_strides
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.chunk_forward import launches_of
+from kdacore_cuda.forms.dataflow import forward as dataflow
+from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.places import ForwardLaunches
+from kdacore_cuda.request_encoding import contiguous_strides, contiguous_token_strides
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher, Start
-from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, contiguous_rows, strides_without_copies
+from kdacore_cuda.runtime.torch_arguments import (
+    ALIGNMENT,
+    contiguous_rows,
+    strides_without_copies,
+    torch_dtype,
+)
 
 Launch = Callable[[int, tuple[int, ...], int, int, int, tuple[int, ...]], "torch.Tensor | None"]
 """``launch(stream, tokens, o, initial_state, final_state, rows)`` makes a call's launches and returns what
@@ -27,7 +34,7 @@ _ROWS, _MARKS = ("reads", "has_initial", "writes"), ("mark_offsets", "mark_rows"
 
 
 def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
-    """:func:`kdacore_cuda.forms.fused.forward.forward` for calls of ``request`` whose arrays have the
+    """:func:`kdacore_cuda.forms.chunk_forward.forward` for calls of ``request`` whose arrays have the
     layout of ``inputs``.
 
     None where an array would have to be copied, where g is float16, and where checkpoints of every
@@ -37,17 +44,17 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
 
     Raises BackendBuildError or DriverError.
     """
-    r, plan = request, chunk_forward.plan_of(request)
+    r, form = request, chosen(request).form
     _, _, _, _, _, A_log, bias, initial, cu_seqlens, _, reads, mask, writes, pool, offsets, at, out = inputs
     small = (A_log, bias, cu_seqlens, reads, mask, writes, offsets, at, out)
-    strides = strides_without_copies(inputs, False, plan.strides, small)
-    if strides is None or plan.widen_gate or r.checkpoint_every or not plan.grid:
+    strides = strides_without_copies(inputs, False, contiguous_token_strides(r), small)
+    if strides is None or inputs.g.dtype == torch.float16 or r.checkpoint_every or not r.N * r.HV:
         return None
     if any(x is not None and not x[:1].is_contiguous() for x in (initial, pool)):
         return None
     row = r.HV * r.K * r.V
     initial_row, pool_row = (contiguous_rows(x, row)[1] for x in (initial, pool))
-    if plan.in_dataflow and initial_row != row:
+    if form == "dataflow" and initial_row != row:
         return None
     in_place = r.inplace_state
     written_row = row if not in_place else initial_row if pool is None else pool_row
@@ -55,12 +62,12 @@ def make_fast_call(request: Request, inputs: ChunkInputs) -> FastCall | None:
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     empty = allocator(inputs.v.device.type)
     with torch.cuda.device(index):  # kernels are loaded here, for the current context
-        launch = _launch_maker(plan, offsets is not None)(
+        launch = _launch_maker(form, offsets is not None)(
             request, strides, (initial_row, written_row), index, empty
         )
     o_shape, state_shape = (r.B, r.T, r.HV, r.V), r.state_shape
     o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
-    o_dtype, state_dtype = inputs.v.dtype, plan.state_dtype
+    o_dtype, state_dtype = inputs.v.dtype, torch_dtype(r, r.state_dtype)
     returns_state, fresh = r.output_final_state, r.output_final_state and not in_place
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -109,10 +116,10 @@ def _rows(reads: Any, mask: Any, writes: Any, in_place: bool) -> tuple[int, ...]
     return reads_at, 0 if mask is None else mask.data_ptr(), writes_at
 
 
-def _launch_maker(plan: chunk_forward.ChunkForwardPlan, marked: bool) -> Callable[..., Launch]:
-    if plan.in_dataflow:
+def _launch_maker(form: str, marked: bool) -> Callable[..., Launch]:
+    if form == "dataflow":
         return _dataflow_launch
-    if plan.in_segments:
+    if form == "segments":
         return _segments_launch
     return _fused_marked_launch if marked else _fused_launch
 
@@ -132,7 +139,7 @@ def _fused_launch(
 ) -> Launch:
     made = launches_of(request, strides, state_strides)
     (start,) = _starts(made, index, (*_TOKENS, "o", "h0", "ht", "workspace", *_ROWS, "launch"))
-    size, numbers = made.workspace_bytes // 4, chunk_forward.LAUNCH_NUMBERS
+    size, numbers = made.workspace_bytes // 4, fused.LAUNCH_NUMBERS
     shape, unit_stride = (size,), (1,)
 
     def launch(
@@ -153,7 +160,7 @@ def _fused_marked_launch(
     fields = (*_TOKENS, "o", "h0", "ht", "workspace", *_ROWS, *_MARKS, "mark_states", "launch")
     tail_fields = ((*_TOKENS[1:], "ht", "reads", *_MARKS, "mark_states"),) * (len(made.launches) - 1)
     start, *start_tail = _starts(made, index, fields, *tail_fields)
-    places, numbers = made.launches[0].arrays, chunk_forward.LAUNCH_NUMBERS
+    places, numbers = made.launches[0].arrays, fused.LAUNCH_NUMBERS
     shape, unit_stride = (made.workspace_bytes,), (1,)
     uses_workspace, states_offset = "workspace" in places, places.get("mark_states", ("", 0))[1]
 
@@ -179,7 +186,7 @@ def _dataflow_launch(
         ("v", "o", "h0", "ht", "chunk_operands", "ready", "launch"),
     )
     places = made.launches[0].arrays
-    flags_offset, numbers = places["ready"][1], chunk_forward_dataflow.LAUNCH_NUMBERS
+    flags_offset, numbers = places["ready"][1], dataflow.LAUNCH_NUMBERS
     shape, unit_stride = (made.workspace_bytes,), (1,)
 
     def launch(

@@ -129,6 +129,7 @@ def _stage(function: str, *features: str) -> OpImpl:
     return OpImpl(
         forward=_by_kind(_lazy("forms.stages.forward", function), _lazy("jax.stages", function)),
         serves=frozenset({"grouped_value_heads", "packed", *features}),
+        form=_lazy("forms.explain", "form"),
         verifiers=_STAGE,
         verified_archs=VERIFIED,
         batch_invariant=True,
@@ -150,6 +151,7 @@ def make_backend() -> Backend:
         fast_path=_lazy("forms.chunk_forward_fast_path", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.fast_path", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
+        form=_lazy("forms.explain", "form"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )
@@ -158,6 +160,7 @@ def make_backend() -> Backend:
         serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
         fast_path=_lazy("forms.recurrent.fast_path", "make_fast_call"),
+        form=_lazy("forms.explain", "form"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

@@ -90,7 +90,7 @@ def choose(request: Request, device: Figures) -> Choice:
     if request.op in ("kda_chunk_intra", "kda_recompute_w_u"):
         return _choose_stage(request, device)
     mode = recurrent_mode(request)
-    return Choice("recurrent", f"{_MODES[mode]}, {_amount(request)}", mode=mode)
+    return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
 
 # --- chunk_kda ----------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def choose(request: Request, device: Figures) -> Choice:
 
 def _choose_chunk(r: Request, device: Figures) -> Choice:
     items, multiprocessors, bounded = items_for_choice(r), device.multiprocessors, has_bounded_gate(r)
-    amount = _amount(r)
+    amount = amount_of(r)
     cut = use_segments_backward(items, multiprocessors)
     if saves_operands(r, multiprocessors):
         return Choice("kept", f"disable_recompute, {amount}", None, "operands", cut)
@@ -118,7 +118,7 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
     return Choice("fused", f"{amount} (segments: up to {most} {on})", choose_clusters(r, device), "", cut)
 
 
-def _amount(r: Request) -> str:
+def amount_of(r: Request) -> str:
     """Sequences and value heads, in words."""
     heads = f"{r.HV} head{'s' if r.HV != 1 else ''}"
     if r.N != 1:

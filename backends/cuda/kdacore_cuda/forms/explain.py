@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import HOPPER
-from kdacore_cuda.choice import Choice, Figures, choose
+from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
 from kdacore_cuda.forms.backward.segments_kernels import chunks_per_segment
 from kdacore_cuda.forms.chosen import figures_of
 from kdacore_cuda.forms.segments.sizes import choose_lengths
+from kdacore_cuda.forms.slices.kernels import chunks_per_segment as chunks_per_slice_segment
 from kdacore_cuda.runtime import device_figures
 
 CHUNK = 64
@@ -25,13 +26,30 @@ def assumed_figures(r: Request) -> Figures:
 def form(request: Request) -> str:
     """The form that serves a request, and the numbers that decided, in words: see
     :attr:`kdacore.types.OpImpl.form`."""
-    r = request
-    if device_figures.is_here(r):
-        r = device_figures.planned(r)
-        device = figures_of(r)
-        return _text(r, device, choose(r, device))
-    device = assumed_figures(r)
-    return _text(r, device, choose(r, device)) + ("; the device is assumed" if device.multiprocessors else "")
+    r, device, assumed = _planned(request)
+    return _text(r, device, choose(r, device)) + assumed
+
+
+def form_of_slice(request: Request) -> str:
+    """The same of a slice of a row that continues on other ranks."""
+    r, device, assumed = _planned(request)
+    count, items = device.multiprocessors, r.N * r.HV
+    amount = amount_of(r)
+    if finishes_as_whole(items, r.packed, count):
+        text = f"{amount} (at least 4 items for each of {count} multiprocessors), results by a whole call"
+    else:
+        chunks = chunks_per_slice_segment(-(-r.T // CHUNK), r.B * r.HV, count)
+        text = f"{amount}, segments of {chunks} chunks"
+    return f"slices: {text}{assumed}"
+
+
+def _planned(request: Request) -> tuple[Request, Figures, str]:
+    """The request as kernels are planned for it, figures of its device, and in words whether those are assumed."""
+    if device_figures.is_here(request):
+        r = device_figures.planned(request)
+        return r, figures_of(r), ""
+    device = assumed_figures(request)
+    return request, device, "; the device is assumed" if device.multiprocessors else ""
 
 
 def _text(r: Request, device: Figures, choice: Choice) -> str:

@@ -11,14 +11,18 @@ from kdacore_cuda.forms.slices import backward as chunk_backward_slices
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.runtime.device_figures import arch_of
 
+_form = lazy_function("kdacore_cuda", "forms.explain", "form_of_slice")
 _OF_TORCH = SliceFunctions(
     chunk_forward_slices.begin,
     chunk_forward_slices.finish,
     chunk_backward_slices.backward_begin,
     chunk_backward_slices.backward_finish,
+    form=_form,
 )
 _jax = partial(lazy_function, "kdacore_cuda", "jax.slices")
-_OF_JAX = SliceFunctions(_jax("begin"), _jax("finish"), _jax("backward_begin"), _jax("backward_finish"))
+_OF_JAX = SliceFunctions(
+    _jax("begin"), _jax("finish"), _jax("backward_begin"), _jax("backward_finish"), form=_form
+)
 
 
 FORWARD_SECONDS, TRAINING_SECONDS = (30e-6, 1.60e-9), (80e-6, 6.15e-9)

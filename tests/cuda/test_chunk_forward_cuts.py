@@ -14,6 +14,7 @@ from kdacore.types import ChunkInputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
 from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.fused import sizes
 from kdacore_cuda.forms.fused.sizes import cut_states_size
 from kdacore_cuda.runtime import device_figures, torch_launch
 
@@ -118,8 +119,8 @@ def test_a_workspace_that_is_too_small_is_found_out(
     cluster of the highest number sends no state, so its 16 flags of 8 bytes are not used."""
     use_multiprocessors(monkeypatch, 4)
     name = "prepared_steps_size" if helped else "cut_states_size"
-    plain = getattr(chunk_forward, name)
-    monkeypatch.setattr(chunk_forward, name, lambda *given: plain(*given) - (1 if helped else 17))
+    plain = getattr(sizes, name)
+    monkeypatch.setattr(sizes, name, lambda *given: plain(*given) - (1 if helped else 17))
     if helped:
         monkeypatch.setattr(choice, "cluster_size", lambda *given: 4)
         monkeypatch.setattr(choice, "resident_clusters", lambda *given: 0)

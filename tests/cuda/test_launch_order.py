@@ -10,7 +10,7 @@ from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore_cuda.build.kernel_source import CSRC
-from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms import chunk_forward_launches
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.forms.slices import launches as chunk_slices_launches
 from kdacore_cuda.runtime import device_figures
@@ -68,7 +68,7 @@ def planned(
 ) -> tuple[Any, list[PlannedLaunch]]:
     monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     request = request_of("chunk_kda", draw(T, 2, 2), **(BOUNDED_MODEL | options))
-    return request, list(chunk_forward.launches_of(request).launches)
+    return request, list(chunk_forward_launches.launches_of(request).launches)
 
 
 def test_programs_in_another_order_are_refused(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

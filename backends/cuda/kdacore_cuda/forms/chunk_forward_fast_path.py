@@ -10,7 +10,7 @@ import torch
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda.forms.chosen import chosen
-from kdacore_cuda.forms.chunk_forward import launches_of
+from kdacore_cuda.forms.chunk_forward_launches import launches_of
 from kdacore_cuda.forms.dataflow import forward as dataflow
 from kdacore_cuda.forms.fused import forward as fused
 from kdacore_cuda.forms.places import ForwardLaunches

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kdacore.arrays.jax_meshes import summed_like
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms import chunk_forward_launches
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import launches as chunk_backward_launches
 from kdacore_cuda.forms.backward.launches import INPUTS
@@ -73,7 +73,7 @@ def given_to_kernels(request: Request, inputs: ChunkInputs) -> Arrays:
 
 def _run_forward(request: Request, arrays: Any, groups: int) -> Arrays:
     r = request
-    made = chunk_forward.launches_of(r, g_type=arrays["g"].dtype.name)
+    made = chunk_forward_launches.launches_of(r, g_type=arrays["g"].dtype.name)
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     states, in_place = state_results(r, arrays)
     results |= states

@@ -43,6 +43,7 @@ from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.forms.stages import sizes as stage_sizes
 from kdacore_cuda.forms.stages.kernels import hopper_recompute_shared_bytes
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
@@ -175,9 +176,9 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         *(
             chunk_forward_launcher,
             chunk_forward_checkpoints.tail_launcher,
-            stages._intra_launcher,
-            stages._recompute_launcher,
-            stages._hopper_recompute_launcher,
+            stage_sizes._intra_launcher,
+            stage_sizes._recompute_launcher,
+            stage_sizes._hopper_recompute_launcher,
         ),
         *(
             chunk_backward.launcher,

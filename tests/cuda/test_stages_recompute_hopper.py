@@ -14,7 +14,7 @@ from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.choice import has_hopper_recompute
-from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.forms.stages import sizes
 from kdacore_cuda.forms.stages.kernels import (
     RecomputeGrid,
     hopper_recompute_kernel,
@@ -23,7 +23,6 @@ from kdacore_cuda.forms.stages.kernels import (
 )
 from kdacore_cuda.kernel_parameters import RECOMPUTE
 from kdacore_cuda.runtime import device_figures, torch_launch
-from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_reference import oracle_stages as exact
 
 MULTIPROCESSORS = 3
@@ -55,8 +54,7 @@ def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
         )
 
     monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: whole_fraction is not None)
-    monkeypatch.setattr(stages, "recompute_grid", fixed)
-    monkeypatch.setattr(stages, "plan_of", PlanCache(stages._make_plan))
+    monkeypatch.setattr(sizes, "recompute_grid", fixed)
 
 
 def draw(**shape: Any) -> Drawn:
@@ -129,8 +127,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(recompute_grid(items, multiprocessors, empty, with_q))
         return seen[-1]
 
-    monkeypatch.setattr(stages, "recompute_grid", noted)
-    monkeypatch.setattr(stages, "plan_of", PlanCache(stages._make_plan))
+    monkeypatch.setattr(sizes, "recompute_grid", noted)
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)

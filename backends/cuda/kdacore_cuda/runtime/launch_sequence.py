@@ -61,6 +61,8 @@ class LaunchSequence:
         self.launches = tuple(x for x in launches if x.grid)
         check_launches(self.launches)
         self.names = names
+        self.starts: dict[int, StartAll] = {}
+        """By device: what :meth:`start_for` made for calls that are not cached."""
         missing = {name for x in self.launches for name, _ in x.arrays.values()} - set(names)
         if missing:
             raise ValueError(f"arrays that no call gives: {', '.join(sorted(missing))}")

@@ -47,6 +47,31 @@ def launch(
         launcher(grid, index, arch, current_stream(index), values)
 
 
+def run(sequence: LaunchSequence, arch: str, like: torch.Tensor, *addresses: int) -> None:
+    """Make all launches of a sequence on the current stream of ``like``'s device.
+
+    Args:
+        sequence: the launches.
+        arch: the real architecture whose cubins to load.
+        like: a tensor on the device.
+        addresses: of the arrays that the sequence names; 0 for an absent one.
+
+    Raises BackendBuildError or DriverError.
+    """
+    index = like.get_device()
+    if current_device() != index:
+        with torch.cuda.device(index):
+            return _start_of(sequence, arch, index)(current_stream(index), *addresses)
+    return _start_of(sequence, arch, index)(current_stream(index), *addresses)
+
+
+def _start_of(sequence: LaunchSequence, arch: str, index: int) -> StartAll:
+    start = sequence.starts.get(index)
+    if start is None:
+        start = sequence.starts[index] = sequence_start(sequence, arch, index)
+    return start
+
+
 def prepacked_start(launcher: PrepackedLauncher, grid: int, arch: str, index: int) -> Start:
     """The launch of ``grid`` blocks on device ``index``, which must be current. A grid of 0
     launches nothing.

@@ -16,7 +16,8 @@ from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward, chunk_backward_kernels
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_reference.oracle import oracle_backward, to_float64
 from kdacore_triton import chunk_backward as triton
 from kdacore_triton.chunk_backward_plan import plan_backward

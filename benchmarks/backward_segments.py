@@ -21,12 +21,13 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.types import ChunkInputs, Gate, InputGrads, OutputGrads, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_segments,
-    chunk_backward_segments_kernels,
-    chunk_forward,
-)
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.segments import forward as segments
 from kdacore_reference.oracle import oracle_backward
 
 PRESET = "backward-segments"
@@ -35,7 +36,7 @@ PRESET = "backward-segments"
 def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: int) -> InputGrads:
     """In segments of so many chunks; 0: in one chain per head."""
     with (
-        mock.patch.object(chunk_backward, "use_segments", lambda items, multiprocessors: chunks > 0),
+        mock.patch.object(choice, "use_segments_backward", lambda items, multiprocessors: chunks > 0),
         mock.patch.object(chunk_backward_segments, "chunks_per_segment", lambda *given: chunks or 1),
     ):
         return chunk_backward.backward(request, inputs, (), grads)
@@ -44,7 +45,7 @@ def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: 
 def with_kept(request: Request, inputs: ChunkInputs) -> tuple[Request, torch.Tensor | None]:
     """The call as one with gradients, and what its forward kept of its segments."""
     request = replace(request, needs_grad=True)
-    if not chunk_forward.keeps_segments(request):
+    if chosen(request).saves != "maps" or not segments.plan_of(request).keeps:
         return request, None
     return request, chunk_forward.forward(request, inputs).saved[0]
 
@@ -91,7 +92,7 @@ def contenders(case: Case, chunks: list[int]) -> dict[str, Step]:
         name = f"segments-of-{each}" if each else "chains"
         mine = replace(request)  # plans are kept by request
         with (
-            mock.patch.object(chunk_backward, "use_segments", lambda items, count, each=each: each > 0),
+            mock.patch.object(choice, "use_segments_backward", lambda items, count, each=each: each > 0),
             mock.patch.object(
                 chunk_backward_segments, "chunks_per_segment", lambda items, each=each: each or 1
             ),

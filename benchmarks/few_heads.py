@@ -22,7 +22,9 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, Step
 from kdacore.bench.results import Results, Row
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.chosen import chosen
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 
@@ -34,9 +36,9 @@ CLUSTERS = (2, 4)
 def forced(cluster: int, segments: bool, dataflow: bool = False) -> Iterator[None]:
     """Plans made inside take this form."""
     with (
-        mock.patch.object(chunk_forward, "cluster_size", lambda *given: cluster),
-        mock.patch.object(chunk_forward, "use_segments", lambda *given: segments),
-        mock.patch.object(chunk_forward, "use_dataflow", lambda *given: dataflow),
+        mock.patch.object(choice, "cluster_size", lambda *given: cluster),
+        mock.patch.object(choice, "use_segments", lambda *given: segments),
+        mock.patch.object(choice, "use_dataflow", lambda *given: dataflow),
     ):
         yield
 
@@ -47,7 +49,7 @@ def in_form(
     """The call in one form. It has a request of its own, since plans are kept by request."""
     own = dataclasses.replace(request)
     with forced(cluster, segments, dataflow):
-        chunk_forward.plan_of(own)
+        chosen(own)
     return lambda: chunk_forward.forward(own, inputs)
 
 

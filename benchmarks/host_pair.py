@@ -14,7 +14,8 @@ step (forward, and forward with backward, seven arrays that want gradients, noth
 a training step of a function that does nothing, below which none can get, and the first call of a
 process, on the CUDA backend. ``--device stub`` measures the calls of new lengths and the training
 steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA
-tensors; it reports the processor's time.
+tensors; decoding, also of numbers of sequences not seen before, and the first prefill of a process too.
+It reports the processor's time.
 """
 
 from __future__ import annotations
@@ -61,11 +62,25 @@ def tokens(B, T, H):
 """
 _DECODE = """
 x = tokens(8, 1, 32)
-pool = torch.zeros(16, 32, 128, 128, device="cuda")
-rows = torch.arange(8, device="cuda", dtype=torch.int32)
+pool = torch.zeros(16, 32, 128, 128, device=device)
+rows = torch.arange(8, device=device, dtype=torch.int32)
 def call():
     return kdacore.fused_recurrent_kda(**x, initial_state=pool, state_indices=rows, inplace_state=True, **options)
 torch.set_grad_enabled(False)
+"""
+_NEW_SEQUENCES = """
+x = tokens(300, 1, 2)
+pool = torch.zeros(300, 2, 128, 128, device=device)
+rows = torch.arange(300, device=device, dtype=torch.int32)
+torch.set_grad_enabled(False)
+def of(N): return {n: y[:N] if y.dim() > 1 else y for n, y in x.items()} | dict(state_indices=rows[:N])
+calls = [of(N) for N in range(1, 300)]
+taken = []
+for i, given in enumerate(calls):
+    start = time.process_time()
+    kdacore.fused_recurrent_kda(**given, initial_state=pool, inplace_state=True, **options)
+    if i > 30: taken.append(time.process_time() - start)
+print(sorted(taken)[len(taken) // 4])
 """
 _PREFILL = """
 x = tokens(1, 512, 8)
@@ -201,6 +216,16 @@ def _quantities(device: str) -> dict[str, str]:
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
         }
+        found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
+        found["decode H2 of a number of sequences not seen before, host"] = (
+            start + "import kdacore\n" + _NEW_SEQUENCES
+        )
+        found["first prefill of a process"] = (
+            start
+            + "rand(8, 8) @ rand(8, 8)\nimport kdacore\n"
+            + _PREFILL
+            + "start = time.process_time()\ncall()\nprint(time.process_time() - start)"
+        )
     return found
 
 

@@ -20,8 +20,10 @@ from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Results
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward, chunk_forward, chunk_kept
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel, scan_kernel, scan_outputs_kernel
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward.kernels import prepare_kernel, scan_kernel, scan_outputs_kernel
+from kdacore_cuda.forms.chosen import chosen
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 OUTPUT_BOUND, GRADIENT_BOUND = 9e-3, 1.6e-2
@@ -34,7 +36,7 @@ def call_of(case: Case, gates: str) -> tuple[Request, Request, ChunkInputs, Outp
     request, inputs, x = inputs_of(case, gates)
     plain = dataclasses.replace(request, needs_grad=True, disable_recompute=False)
     kept = dataclasses.replace(plain, disable_recompute=True)
-    if not chunk_kept.keeps(kept):
+    if chosen(kept).form != "kept":
         raise SystemExit(f"{case.name}: with {case.value_heads} value heads nothing is kept")
     return plain, kept, inputs, OutputGrads(made.output_gradient(case, x), None)
 

@@ -25,7 +25,7 @@ from kdacore import machine
 from kdacore.machine import commit as checkout
 from kdacore.testing.random_cases import Calls, calls_of, ops_of
 from kdacore.testing.random_limits import NO_LIMITS, Limits, add_limits, limits_of
-from kdacore_cuda.kernel_source import EVERY_LANE
+from kdacore_cuda.build.kernel_source import EVERY_LANE
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": (),

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 import kdacore
-from kdacore_cuda import chunk_forward, torch_launch
+from kdacore_cuda import choice
+from kdacore_cuda.forms.fused.kernels import chunk_forward_launcher
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import to_float64
 
 K = 128
@@ -230,23 +232,22 @@ def stress(name: str, launches: int) -> tuple[bool, str]:
 def forced(cluster: int, clusters: int, helped: bool) -> Any:
     """Plans made inside take this form. A shape that no other call here has is planned once."""
     stack = mock.patch.multiple(
-        chunk_forward,
+        choice,
         use_segments=lambda *given: False,
         use_dataflow=lambda *given: False,
         cluster_size=lambda *given: cluster,
         resident_clusters=lambda *given: clusters,
-        helper_clusters=lambda items, *rest: -(-items // 4) if helped else 0,
+        preparing_clusters=lambda items, *rest: -(-items // 4) if helped else 0,
     )
     return stack
 
 
 def clusters_of(size: int) -> str:
     """What the driver says, and what the formula would."""
-    from kdacore_cuda.chunk_forward_kernels import _clusters_at_once
-
-    launcher = chunk_forward._launcher(K, size, True, False, "sm_90a")
+    launcher = chunk_forward_launcher(K, size, True, False, "sm_90a")
     said = torch_launch.clusters_at_once(launcher, "sm_90a", torch.cuda.current_device())
-    return f"clusters of {size}: {said} at once ({_clusters_at_once(size, torch_launch.multiprocessors(0))} by formula)"
+    formula = choice.formula_at_once(size, torch_launch.multiprocessors(0))
+    return f"clusters of {size}: {said} at once ({formula} by formula)"
 
 
 def main() -> int:

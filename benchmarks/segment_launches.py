@@ -18,8 +18,12 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, Step, interleave
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, segment_lengths, torch_launch
-from kdacore_cuda.segment_lengths import SegmentLengths, choose_lengths
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths, choose_lengths
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 
@@ -136,7 +140,7 @@ def main() -> None:
     rows: list[Row] = []
     figures: list[Figure] = []
     with (
-        mock.patch.object(chunk_forward, "use_segments", lambda *given: False),
+        mock.patch.object(choice, "use_segments", lambda *given: False),
         torch.no_grad(),
     ):
         for heads in args.heads:

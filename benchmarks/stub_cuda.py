@@ -1,4 +1,4 @@
-"""A backend named ``stub``: ``chunk_kda`` of the cuda backend for CPU tensors, whose launches do nothing.
+"""A backend named ``stub``: ``chunk_kda`` and decoding of the cuda backend for CPU tensors; launches do nothing.
 
 Host times of the launch paths without a GPU. ``benchmarks.host_pair --device stub`` runs this text in checkouts older
 than itself, so it uses only names that those have. What a GPU adds is missing: the driver's part of a launch (2 to
@@ -11,6 +11,8 @@ import dataclasses
 import subprocess
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,18 @@ import kdacore_cuda
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, Device, OpImpl, Request
-from kdacore_cuda import launch, prepacked_launch, torch_launch
-from kdacore_cuda.driver import Driver
+
+
+def _module(name: str, before: str) -> Any:
+    """A module of the backend, under the name that it had before the backend had folders where there are none."""
+    folders = find_spec("kdacore_cuda.runtime") is not None
+    return import_module(f"kdacore_cuda.{name if folders else before}")
+
+
+launch = _module("runtime.launcher", "launch")
+prepacked_launch = _module("runtime.prepacked_launch", "prepacked_launch")
+torch_launch = _module("runtime.torch_launch", "torch_launch")
+Driver = _module("runtime.driver", "driver").Driver
 
 NAME = "stub"
 _HOPPER = Device("cuda", 0, "sm_90")
@@ -65,7 +77,7 @@ class _Plugin:
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
         real = kdacore_cuda.make_backend()
-        ops = {"chunk_kda": _moved(real.ops["chunk_kda"])}
+        ops = {name: _moved(real.ops[name]) for name in ("chunk_kda", "fused_recurrent_kda")}
         return [
             dataclasses.replace(real, name=NAME, ops=ops, device_types=("cpu",), requirements=(), rank=-1)
         ]
@@ -84,6 +96,7 @@ def install() -> None:
         (prepacked_launch, "driver", lambda: driver),
         (launch, "load_or_compile", lambda kernel, arch: b""),
         (torch_launch, "multiprocessors", lambda index: 132),
+        (torch_launch, "memory_rate", lambda index: 3.35e12),
         (torch_launch, "current_device", lambda: -1),  # where CPU tensors say they are
         (torch_launch, "current_stream", lambda index: 0),
     ]

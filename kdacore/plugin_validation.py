@@ -162,6 +162,7 @@ _OP: dict[str, tuple[Check, str]] = {
     "fast_path": _FUNCTION_OR_NONE,
     "fast_gradients": _FUNCTION_OR_NONE,
     "slices": _FUNCTION_OR_NONE,
+    "form": _FUNCTION_OR_NONE,
 }
 _REQUIREMENT: dict[str, tuple[Check, str]] = {
     "name": _TEXT,

@@ -499,6 +499,8 @@ class SliceFunctions(NamedTuple):
     seconds: float | None = None
     """Predicted seconds of the slice's work: of the first two, and of all four where the request needs gradients. None
     where unknown."""
+    form: Callable[[Request], str] | None = None
+    """As :attr:`OpImpl.form`, of the slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,6 +518,11 @@ class OpImpl:
     cost: Cost | None = None
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
+    form: Callable[[Request], str] | None = None
+    """Optional, for a backend with several ways to compute an op: the one that serves a request, and the numbers that
+    decide, in a line such as ``"segments: 8 heads, 9 segments"``. It is called where somebody asks (``explain``,
+    ``doctor``, :func:`kdacore.record_selections`), never on the way of a call. It allocates nothing and never syncs,
+    and the request's device need not be here."""
     batch_invariant: bool = False
     """Declared: a sequence gives the same bits, of results and gradients, alone, in a batch and in a pack whenever
     :attr:`Request.batch_invariant` asks for it. Other implementations are declined then, reason code
@@ -595,9 +602,13 @@ class Candidate:
     rank: int
     verified: bool
     lacking: tuple[str, ...] = ()
-    """Hardware it needs that is not here, where the choice was asked for assumed hardware."""
+    """Hardware and packages it needs that are not here, packages with the line that installs them, where the choice was
+    asked for assumed hardware."""
     cost_source: str = ""
     """Where ``cost`` comes from, in words; empty where it is not known."""
+    form: str = ""
+    """The form in which it would serve the call, and the numbers that decide (:attr:`OpImpl.form`). Empty where the
+    backend has one form, where it cannot serve the call, and in selections of calls that nobody asked about."""
 
     @property
     def supported(self) -> bool:
@@ -636,12 +647,14 @@ class Selection:
                 lines.append(
                     f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only")
                 )
+                lines += [f"     form {c.form}"] if c.form else []
                 lines += [f"     cost {c.cost_source}"] if c.cost_source else []
                 lines += [f"     assumed, not here: {what}" for what in c.lacking]
             else:
                 lines.append(f"{mark} {c.backend}: not supported")
                 lines += [f"     {reason}" for reason in c.reasons]
-        lines.append(f"chosen: {self.backend or 'none'} ({self.why})")
+        form = next((c.form for c in self.candidates if c.backend == self.backend), "")
+        lines.append(f"chosen: {self.backend or 'none'}{form and f', {form}'} ({self.why})")
         return "\n".join(lines)
 
 

@@ -30,6 +30,8 @@ class Contender:
     call: Callable[[Arrays], Result] | None = None
     ran: list[str] = field(default_factory=list)
     """What really ran, in order of first use."""
+    forms: list[str] = field(default_factory=list)
+    """In which forms."""
     auto: bool = False
     """Auto dispatch would choose it."""
     note: str = ""
@@ -55,8 +57,9 @@ def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[C
             refusal = f"predicted to take longer than {case.longest * 1e3:g} ms"
         chosen = name == selection.backend
         ran: list[str] = []
-        call, bind = _through(case, name, ran), _binder(case, name)
-        found.append(Contender(f"kdacore {name}", refusal, call, ran, chosen, bind=bind))
+        forms: list[str] = []
+        call, bind = _through(case, name, ran, forms), _binder(case, name)
+        found.append(Contender(f"kdacore {name}", refusal, call, ran, forms, chosen, bind=bind))
     return found
 
 
@@ -65,7 +68,7 @@ def _binder(case: Case, backend: str) -> Callable[[Arrays], Callable[[], Any]]:
     return lambda arrays: functools.partial(function, **arrays, **given, backend=backend)
 
 
-def _through(case: Case, backend: str, ran: list[str]) -> Callable[[Arrays], Result]:
+def _through(case: Case, backend: str, ran: list[str], forms: list[str]) -> Callable[[Arrays], Result]:
     function, given = getattr(api, case.op), options(case)
 
     def call(arrays: Arrays) -> Result:
@@ -74,6 +77,7 @@ def _through(case: Case, backend: str, ran: list[str]) -> Callable[[Arrays], Res
         with record_selections() as selections:
             result = function(**arrays, **given, backend=backend)
         ran.extend(dict.fromkeys(s.backend for s in selections))
+        forms.extend(dict.fromkeys(form for s in selections if (form := s.candidate(s.backend).form)))
         return result[:2]  # type: ignore[no-any-return]
 
     return call

@@ -63,7 +63,12 @@ def child() -> None:
         kdacore.chunk_kda(**arrays, **options(case), backend=backend)
         wait()
     seconds = time.perf_counter() - started
-    print("\n" + json.dumps({"seconds": seconds, "ran": ran[-1].backend}))
+    print(
+        "\n"
+        + json.dumps(
+            {"seconds": seconds, "ran": ran[-1].backend, "form": ran[-1].candidate(ran[-1].backend).form}
+        )
+    )
 
 
 def _measure(preset: str, case: Case, device: str, backend: str, caches: str, auto: bool) -> Row:
@@ -96,6 +101,7 @@ def _measure(preset: str, case: Case, device: str, backend: str, caches: str, au
         name,
         status="ok",
         backend=answer["ran"],
+        form=answer["form"],
         auto=auto,
         seconds=seconds,
         low=seconds,

@@ -28,6 +28,8 @@ class Row:
     """``ok``; ``skipped``: could not be timed here; ``wrong``: failed the correctness gate; ``FAILED``: raised."""
     backend: str = ""
     """What really ran."""
+    form: str = ""
+    """In which form, with the numbers that decided (:attr:`kdacore.types.Candidate.form`)."""
     auto: bool = False
     """Auto dispatch would choose it."""
     gates: str = ""
@@ -139,6 +141,12 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
+def _ran(row: Row) -> str:
+    """The backend, and the name of its form."""
+    form = row.form.partition(":")[0]
+    return row.backend + (form and f", {form}") + " (auto)" * row.auto
+
+
 def row_table(rows: list[Row]) -> Any:
     """What was timed or failed, as an aligned table; what was skipped, once for each reason, below it."""
     skipped: dict[tuple[str, str], list[str]] = {}
@@ -151,7 +159,7 @@ def row_table(rows: list[Row]) -> Any:
             row.case,
             row.gates,
             row.contender,
-            row.backend + " (auto)" * row.auto,
+            _ran(row),
             duration(row.seconds),
             "" if row.seconds is None else f"{duration(row.low)} .. {duration(row.high)}",
             str(row.samples or ""),

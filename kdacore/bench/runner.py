@@ -64,9 +64,12 @@ def run_case(
         try:
             verdict, peak = _check(case, c.call, arrays, do, want, device)
         except Exception as error:  # noqa: BLE001  a contender may fail in any way; its row says how
-            row.update(status="FAILED", note=repr(error)[:300], backend=", ".join(c.ran))
+            row.update(
+                status="FAILED", note=repr(error)[:300], backend=", ".join(c.ran), form="; ".join(c.forms)
+            )
             continue
-        row.update(error=verdict.error, bound=verdict.bound, backend=", ".join(c.ran), peak_bytes=peak)
+        row.update(error=verdict.error, bound=verdict.bound, peak_bytes=peak)
+        row.update(backend=", ".join(c.ran), form="; ".join(c.forms))
         if not verdict.ok:
             row.update(status="wrong", note=f"{verdict.what} is off")
             continue

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Needs no GPU. A kernel that does not build raises, with the compiler's own output."""
-    from kdacore_cuda import architectures, compiler, package_build, packaged_cubins
+    from kdacore_cuda import architectures
+    from kdacore_cuda.build import compiler, packaged_cubins
+    from kdacore_cuda.build import packaging as package_build
 
     out = report.console()
     given = dict.fromkeys(arch for words in args.arch for arch in words.split(","))

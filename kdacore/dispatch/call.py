@@ -139,6 +139,8 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
 
 def explain_request(request: Request, policy: selection.Policy, assumed: bool) -> Selection:
     """What dispatch would do with a request. ``assumed``: its hardware need not be here."""
+    from kdacore.dispatch.forms import with_forms  # here: `import kdacore` stays light
+
     request = asked_of(request, policy)
     if policy.forced:
         REGISTRY.get(policy.forced, request.op)
@@ -150,8 +152,10 @@ def explain_request(request: Request, policy: selection.Policy, assumed: bool) -
             if able
             else f"backend {policy.forced!r} was forced and cannot serve this call"
         )
-        return Selection(request, policy.forced if able else "", why, candidates)
-    return selection.decide(request, policy, run_selfchecks=False, assumed=assumed)
+        found = Selection(request, policy.forced if able else "", why, candidates)
+    else:
+        found = selection.decide(request, policy, run_selfchecks=False, assumed=assumed)
+    return with_forms(found)
 
 
 def opdef_of(op: object) -> OpDef:

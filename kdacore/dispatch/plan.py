@@ -398,6 +398,8 @@ def batch_invariant() -> Iterator[None]:
 def record_selections() -> Iterator[list[Selection]]:
     """Collect what really ran, in order: one :class:`~kdacore.types.Selection` for each call inside the block.
 
+    The chosen backend's candidate has the form that served the call (:attr:`kdacore.types.Candidate.form`).
+
     A second one follows where JAX differentiates a call that another backend serves then.
 
     Examples:
@@ -407,7 +409,9 @@ def record_selections() -> Iterator[list[Selection]]:
         >>> ran
         []
     """
-    records: list[Selection] = []
+    from kdacore.dispatch.forms import Recorded  # here: `import kdacore` stays light
+
+    records = Recorded()
     token = RECORDS.set((*RECORDS.get(), records))  # blocks outside this one see its calls too
     try:
         yield records

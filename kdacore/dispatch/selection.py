@@ -126,27 +126,35 @@ def judge(registered: Registered, request: Request, assumed: bool = False) -> Ca
     Args:
         registered: the backend.
         request: the call.
-        assumed: the request is of hardware that need not be here: what the machine lacks is no reason then. So it is
-            with a traced call whose program is compiled for another machine.
+        assumed: the request is of hardware that need not be here: what is missing is no reason then, neither hardware
+            nor packages. With a traced call whose program is compiled for another machine hardware is none.
     """
     backend = registered.backend
+    elsewhere = False
     if not assumed and request.kind == "jax" and request.traced:
         from kdacore import device  # here: other first calls load no more than they need
 
-        assumed = device.compiled_for_elsewhere(request)
+        elsewhere = device.compiled_for_elsewhere(request)
     impl = backend.ops.get(request.op)
-    gone = missing(backend, hardware=False) if assumed else missing(backend)
-    lacking = tuple(what for _, what, _ in missing(backend, hardware=True)) if assumed else ()
+    gone = missing(backend, hardware=False) if assumed or elsewhere else missing(backend)
+    lacking: tuple[str, ...] = ()
+    if assumed or elsewhere:
+        lacking = tuple(what for _, what, _ in missing(backend, hardware=True))
+    if assumed:
+        lacking += tuple(f"{what}; to get it: {remedy}" for _, what, remedy in gone)
+        gone = []
     reasons = list(_general_reasons(registered, request, impl, gone))
     if impl is None:
         return Candidate(backend.name, tuple(reasons), None, backend.rank, False)
     # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
     known = backend.traceable or request.kind != "jax" or isinstance(request.B * request.T * request.N, int)
     # Verifiers are asked about arrays and devices of the backend's own only.
-    elsewhere = any(reason.code in ("array_kind", "device") for reason in reasons)
-    for verifier in impl.verifiers if known and not elsewhere else ():
+    foreign = any(reason.code in ("array_kind", "device") for reason in reasons)
+    for verifier in impl.verifiers if known and not foreign else ():
         reason = _ask(registered, verifier, request)
-        if reason is not None:
+        if reason is not None and assumed and reason.code == "unavailable":
+            lacking += (str(reason).removeprefix("[unavailable] "),)
+        elif reason is not None:
             reasons.append(reason)
     archs = impl.verified_archs
     verified = PORTABLE in archs or request.device.arch in archs

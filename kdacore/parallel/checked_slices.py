@@ -26,6 +26,8 @@ def problem_of(offered: Any) -> str:
     if not is_cost(offered.seconds):
         shown = plugin_faults.shown(offered.seconds)
         return f"has seconds = {shown}, no finite number of 0 or more, nor None"
+    if offered.form is not None and not callable(offered.form):
+        return f"has form = {plugin_faults.shown(offered.form)}, no function or None"
     return ""
 
 
@@ -70,7 +72,7 @@ def checked(backend: str, request: Request, own: SliceFunctions) -> SliceFunctio
         )
         return grads
 
-    return SliceFunctions(begin, finish, backward_begin, backward_finish, own.seconds)
+    return SliceFunctions(begin, finish, backward_begin, backward_finish, own.seconds, own.form)
 
 
 @plugin_faults.guarded

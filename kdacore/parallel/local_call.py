@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from kdacore.dispatch import selection
+from kdacore.dispatch.forms import of_slice
 from kdacore.dispatch.plan import Plan, asked_of
 from kdacore.errors import ContractError, UnsupportedError, shown
 from kdacore.ops import OpDef
@@ -126,7 +127,7 @@ def serving(
         if refused:
             why = f"{', '.join(refused)} would be chosen, but can serve no slice"
             chosen = dataclasses.replace(chosen, backend=candidate.backend, why=why)
-        return chosen, functions
+        return of_slice(chosen, functions.form), functions
     raise UnsupportedError(request.op, "cp: no backend can serve a slice of this call", refused)
 
 

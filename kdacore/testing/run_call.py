@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import kdacore
 from kdacore.api import public_function
 from kdacore.calls import requests
 from kdacore.dispatch import selection
+from kdacore.dispatch.forms import answered
 from kdacore.dispatch.plan import asked_of, current_policy
 from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
@@ -94,8 +96,15 @@ def watched(case: Case, findings: Findings) -> Iterator[None]:
     """Every call inside must have run on the case's backend: a test that passed through another proves nothing."""
     with kdacore.record_selections() as ran:
         yield
-    wrong = sorted({s.backend for s in ran} - {case.backend})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a form that raises is a finding here
+        made = list(ran)
+    wrong = sorted({s.backend for s in made} - {case.backend})
     findings.require("ran on the backend", not wrong, f"ran on {', '.join(wrong)}")
+    for one in made:
+        form = REGISTRY.get(one.backend).backend.ops[one.op].form
+        error = None if form is None else answered(form, one.request)[1]
+        findings.require("form is a line of text", error is None, f"OpImpl.form: {error!r}")
     findings.require("went through dispatch", bool(ran), "no call was dispatched")
 
 

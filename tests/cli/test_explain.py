@@ -178,7 +178,8 @@ def test_arrays_that_are_here_need_their_hardware() -> None:
     assert selection.backend != "fast"
 
 
-def test_a_package_that_is_missing_is_missing_wherever() -> None:
+def test_a_package_that_is_missing_is_noted_where_hardware_is_assumed() -> None:
+    """With the line that installs it, and nowhere else."""
     bare = Backend(
         name="bare",
         version="1",
@@ -189,7 +190,24 @@ def test_a_package_that_is_missing_is_missing_wherever() -> None:
     )
     call = CallDescription(device="cuda", arch="sm_90", kind="torch", dtype="bfloat16")
     judged = selection.judge(Registered(bare, "bare", "bare"), request_of(call), assumed=True)
-    assert [r.code for r in judged.reasons] == ["unavailable"]
+    assert judged.supported and judged.lacking == ("no library; to get it: pip install library",)
+    judged = selection.judge(Registered(bare, "bare", "bare"), request_of(call))
+    assert [r.code for r in judged.reasons] == ["unavailable"] and not judged.lacking
+
+
+@pytest.mark.usefixtures("every_backend")
+def test_the_form_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/guide/command-line.md has it."""
+    words = ["--shape", "1,8192,8,8,128,128", "--device", "cuda", "--arch", "sm_90", "--safe-gate"]
+    assert cli.main(["explain", "chunk_kda", *words]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("chosen: cuda, segments: 8 heads") and "; the device is assumed (" in last
+    assert cli.main(["explain", "chunk_kda", *words, "--json"]) == 0
+    forms = {c["backend"]: c["form"] for c in json.loads(capsys.readouterr().out)["candidates"]}
+    assert forms["cuda"].startswith("segments: 8 heads (up to ") and forms["triton"].startswith(
+        "segments: 8 heads"
+    )
+    assert not forms["reference"] and not forms["pallas"]
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "v5e"])

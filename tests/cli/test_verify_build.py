@@ -157,7 +157,9 @@ def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from kdacore_cuda import architectures, package_build, packaged_cubins
+    from kdacore_cuda import architectures
+    from kdacore_cuda.build import packaged_cubins
+    from kdacore_cuda.build import packaging as package_build
 
     asked: list[Any] = []
 
@@ -179,7 +181,7 @@ def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_build_for_an_architecture_there_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
-    from kdacore_cuda import package_build
+    from kdacore_cuda.build import packaging as package_build
 
     monkeypatch.setattr(package_build, "build_all", lambda *args, **kwargs: pytest.fail("built"))
     assert cli.main(["build", "--arch", given, "--folder", str(tmp_path)]) == 2
@@ -191,7 +193,8 @@ def test_build_for_an_architecture_there_is_not(
 def test_what_is_built_already_takes_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kdacore_cuda import compiler, package_build
+    from kdacore_cuda.build import compiler
+    from kdacore_cuda.build import packaging as package_build
 
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     compiler._nvrtc.cache_clear()
@@ -214,7 +217,7 @@ def test_build_into_a_folder_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
 def test_a_failed_build_shows_the_compiler_s_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kdacore_cuda import package_build
+    from kdacore_cuda.build import packaging as package_build
 
     def fake(*args: Any, **kwargs: Any) -> list[Path]:
         raise BackendBuildError("decode", "line 3: expected a semicolon")

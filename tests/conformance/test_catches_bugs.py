@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -540,6 +541,17 @@ def test_a_backward_that_cannot_recompute_fails(register: Any) -> None:
 
     register(CHUNK, forward=keeps, backward=lambda f, r, x, s, g: needs_residuals(f, r, x, s, g))
     assert "recomputed_gradients" in failures("recomputed_gradients")
+
+
+@pytest.mark.parametrize(
+    "form", [lambda f, r: 3, lambda f, r: "", lambda f, r: 1 / 0], ids=["number", "none", "raises"]
+)
+def test_a_form_that_is_no_text_fails(register: Any, form: Wrap) -> None:
+    register(CHUNK, form=form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = next(iter(failures("forward").values()))
+    assert "OpImpl.form" in found.message
 
 
 def test_a_wrong_gate_gradient_fails(register: Any) -> None:

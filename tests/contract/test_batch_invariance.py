@@ -84,7 +84,7 @@ def test_a_compiled_graph_keeps_what_it_was_traced_under() -> None:
 
 def bits_of(request: Request) -> tuple[object, ...]:
     """What the CUDA and Triton backends choose that results depend on."""
-    from kdacore_cuda.chunk_forward_segments_kernels import use_segments
+    from kdacore_cuda.choice import use_segments
     from kdacore_cuda.request_encoding import items_for_choice
     from kdacore_triton.chunk_forward_plan import ChunkForwardPlan
 

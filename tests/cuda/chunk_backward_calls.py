@@ -10,8 +10,8 @@ import torch
 from cuda_calls import Draw
 
 from kdacore.types import ChunkInputs, InputGrads, Request
-from kdacore_cuda import chunk_backward
-from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel
 from kdacore_reference.oracle import to_float64
 
 

@@ -16,7 +16,7 @@ import torch
 from chunk_backward_model import F64, Chunk
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import chunk_backward_segments
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_reference.oracle import to_float64
 
 

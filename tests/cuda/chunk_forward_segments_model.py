@@ -16,7 +16,7 @@ import torch
 from chunk_backward_model import F64, Chunk
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import chunk_forward_segments
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_reference.oracle import to_float64
 
 

@@ -15,8 +15,8 @@ import emulator
 import torch
 from guarded_memory import guard
 
-from kdacore_cuda import torch_launch
-from kdacore_cuda.prepacked_launch import PrepackedLauncher
+from kdacore_cuda.runtime import torch_launch
+from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: 3.35e12)  # an H100's
+    monkeypatch.setattr(torch_launch, "architecture", lambda index: "sm_90")
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
     return launched

@@ -46,7 +46,9 @@ def slices_on_hopper(
 
 
 def _moved(op: OpImpl) -> OpImpl:
-    functions = {name: getattr(op, name) for name in ("forward", "backward", "fast_path", "fast_gradients")}
+    functions = {
+        name: getattr(op, name) for name in ("forward", "backward", "fast_path", "fast_gradients", "form")
+    }
     return dataclasses.replace(
         op,
         **{name: on_hopper(f) for name, f in functions.items() if f is not None},

@@ -15,8 +15,8 @@ import time
 from functools import cache
 from pathlib import Path
 
+from kdacore_cuda.build.kernel_source import CSRC, EVERY_LANE, KernelSource, gather_headers
 from kdacore_cuda.kernel_parameters import ParamStruct
-from kdacore_cuda.kernel_source import CSRC, EVERY_LANE, KernelSource, gather_headers
 
 HERE = Path(__file__).parent / "emulation"
 COMPILE = (

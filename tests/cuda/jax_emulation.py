@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kdacore_cuda import driver, ffi_callback, launch_program, xla_handler
-from kdacore_cuda.driver import Driver
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.build.packaged_handlers import find_handler
+from kdacore_cuda.jax import python_handler as ffi_callback
+from kdacore_cuda.jax import xla_handler
+from kdacore_cuda.jax.xla_interface import Handler
 from kdacore_cuda.kernel_parameters import ParamStruct
-from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.packaged_handlers import find_handler
-from kdacore_cuda.xla_interface import Handler
+from kdacore_cuda.runtime import driver, launch_program
+from kdacore_cuda.runtime.driver import Driver
 
 MULTIPROCESSORS = 132
 _SOURCE = """
@@ -155,7 +157,7 @@ class Device:
 
 def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> None:
     """Calls from JAX on the CPU go to ``device`` through ``handler``, which is registered as ``target``."""
-    from kdacore_cuda import jax_devices
+    from kdacore_cuda.jax import devices as jax_devices
 
     pack = launch_program._kernel_words
 

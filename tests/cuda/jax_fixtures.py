@@ -9,7 +9,7 @@ import pytest
 from emulated_backend import NAME, Plugin
 
 from kdacore.registry import REGISTRY
-from kdacore_cuda.xla_interface import Handler
+from kdacore_cuda.jax.xla_interface import Handler
 
 OPS = (
     *("chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"),

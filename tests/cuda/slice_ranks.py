@@ -10,7 +10,8 @@ import torch
 from cuda_calls import request_of
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda import chunk_backward_slices, chunk_forward_slices
+from kdacore_cuda.forms.slices import backward as chunk_backward_slices
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 
 TOKENS = ("q", "k", "v", "g", "beta")
 

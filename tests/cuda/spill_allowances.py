@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.recurrent_kernels import RecurrentMode
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.choice import RecurrentMode
 
 
 class Allowance(NamedTuple):

@@ -16,7 +16,7 @@ from kdacore.types import (
     RecomputeOutputs,
     Request,
 )
-from kdacore_cuda import stages
+from kdacore_cuda.forms.stages import forward as stages
 from kdacore_reference import oracle_stages as exact
 
 

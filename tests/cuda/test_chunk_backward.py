@@ -10,8 +10,9 @@ from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import OutputGrads
-from kdacore_cuda import chunk_backward, torch_launch
+from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.kernel_parameters import SUM_SCALE
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 

@@ -11,7 +11,7 @@ from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import chunk_backward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_reference.oracle import oracle_backward
 
 MORE = pytest.mark.exhaustive

@@ -18,14 +18,14 @@ import kdacore
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, FastGradients, OutputGrads
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_segments,
-    chunk_forward,
-    segment_lengths,
-)
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.runtime import device_figures
 
 EVERY = (True,) * 8
 
@@ -33,9 +33,8 @@ EVERY = (True,) * 8
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a, the fused forward."""
-    for module in (chunk_forward, chunk_backward):
-        monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
 
 

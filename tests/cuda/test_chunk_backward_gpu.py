@@ -13,8 +13,8 @@ from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import chunk_backward
-from kdacore_cuda.chunk_backward_kernels import grads_kernel, prepare_kernel, scan_kernel
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward.kernels import grads_kernel, prepare_kernel, scan_kernel
 from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_reference.oracle import oracle_backward
 

@@ -16,11 +16,11 @@ from chunk_backward_calls import draw, filled, launch
 from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda import torch_launch
-from kdacore_cuda.chunk_backward_kernels import grads_kernel
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms.backward.kernels import grads_kernel
 from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_cuda.request_encoding import has_bounded_gate
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import to_float64
 
 BOUND, PART_BOUND = 8e-3, 1e-2

@@ -15,8 +15,8 @@ from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.chunk_backward_kernels import prepare_kernel
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms.backward.kernels import prepare_kernel
 from kdacore_cuda.request_encoding import has_bounded_gate
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}

@@ -14,8 +14,8 @@ from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda.chunk_backward_kernels import scan_kernel, scan_warpgroups
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms.backward.kernels import scan_kernel, scan_warpgroups
 
 OUTPUTS = ("h", "u", "dh", "dr")
 BOUND = 3.5e-3

@@ -19,14 +19,13 @@ from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
 from kdacore.testing.serving import judge
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_segments,
-    chunk_backward_segments_kernels,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import EVERY_LANE, KernelSource
+from kdacore_cuda import choice
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import EVERY_LANE, KernelSource
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -407,7 +406,7 @@ def test_the_suites_gradients_in_short_segments(emulated: list[str], monkeypatch
 
 def test_few_heads_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their length, as a choice by length would change bits when tokens are appended."""
-    choose = chunk_backward_segments_kernels.use_segments
+    choose = choice.use_segments_backward
     assert [choose(n, 132) for n in (1, 8, 12, 13, 16, 64)] == [True] * 3 + [False] * 3
     assert not choose(8, 66)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)

@@ -13,8 +13,12 @@ from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
-from kdacore_cuda import chunk_backward, chunk_backward_segments, chunk_forward, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.gpu
@@ -124,7 +128,7 @@ def test_large_calls_agree_with_one_chain_per_head(
     for _ in range(10):  # other memory, and the same bits
         request, saved = saved_of(request, inputs, kept)
         assert same(chunk_backward.backward(request, inputs, saved, given), got)
-    monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: False)
+    monkeypatch.setattr(choice, "use_segments_backward", lambda items, multiprocessors: False)
     want = chunk_backward.backward(request, inputs, (), given)
     for k, mine, other in zip(InputGrads._fields, got, want, strict=True):
         if mine is not None:

@@ -20,14 +20,13 @@ from cuda_calls import (
 )
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
-from kdacore_cuda.chunk_forward_kernels import (
-    cluster_size,
-    helped_chunks_size,
-    helper_clusters,
-    resident_clusters,
-)
-from kdacore_cuda.kernel_source import EVERY_LANE
+from kdacore_cuda import choice
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.fused.sizes import prepared_steps_size
+from kdacore_cuda.runtime import device_figures
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
@@ -35,13 +34,13 @@ SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, the fused kernel for sm_90a, two blocks a cluster unless a test says otherwise."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     use_cluster(monkeypatch, 2)
 
 
 def use_cluster(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: size)
+    monkeypatch.setattr(choice, "cluster_size", lambda *given: size)
 
 
 def draw(
@@ -122,7 +121,7 @@ def test_unbounded_gates(
 def test_other_architectures(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, arch: str, K: int, cluster: int, bounded: bool
 ) -> None:
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda name: arch)
+    monkeypatch.setattr(device_figures, "build_arch", lambda name: arch)
     use_cluster(monkeypatch, cluster)
     check(draw(1, 70, K=K), output_final_state=True, **(BOUNDED_MODEL if bounded else MODEL))
     assert "WARPGROUP0" in emulated[0]
@@ -138,7 +137,7 @@ def test_the_slowest_gates_decay(
 ) -> None:
     """A token's decay rounds to 1, and a chunk's log decay of 6e-7 would vanish beside the offset that keeps factors in
     range. Without beta a state only decays; none of that may be lost over a million tokens."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda name: arch)
+    monkeypatch.setattr(device_figures, "build_arch", lambda name: arch)
     use_cluster(monkeypatch, cluster)
     T, step = 1024, -2e-8
     state = torch.ones(1, 1, K, K)
@@ -256,7 +255,7 @@ def test_split_equals_whole(emulated: list[str]) -> None:
 
 def whole_fraction(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
     """As many clusters share all work, however little there is; 0: a cluster for each sequence and head."""
-    monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: clusters)
+    monkeypatch.setattr(choice, "resident_clusters", lambda *given: clusters)
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -282,7 +281,7 @@ def test_clusters_of_four_have_the_bits_of_two(
 
 def use_helpers(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     """In clusters of four, whatever the number of heads and tokens, or never."""
-    monkeypatch.setattr(chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4) if used else 0)
+    monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4) if used else 0)
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -326,7 +325,7 @@ def test_helpers_clear_the_flags_that_they_raise(
     monkeypatch.setattr(torch.Tensor, "new_empty", remembered)
     T, H = 200, 3
     run(draw(1, T, H, H), **BOUNDED_MODEL)
-    (workspace,) = (x for x in made if x.shape == (helped_chunks_size(T, H),))
+    (workspace,) = (x for x in made if x.shape == (prepared_steps_size(T, H),))
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
     assert not workspace[-2 * 2 * steps :].view(torch.int32).any()  # 64 bits for each of two blocks
@@ -352,10 +351,10 @@ def test_where_clusters_have_helpers() -> None:
     """24 heads of an H200 or H100, with unbounded gates 23 as well: fewer gain nothing, and with more, their helpers
     could not all run at once."""
     items = range(22, 26)
-    assert [helper_clusters(n, 1024, 4, True, 132) for n in items] == [0, 0, 6, 0]
-    assert [helper_clusters(n, 1024, 4, False, 132) for n in items] == [0, 6, 6, 0]
-    assert helper_clusters(24, 1023, 4, True, 132) == 0
-    assert helper_clusters(24, 1024, 2, True, 132) == 0
+    assert [preparing_clusters(n, 1024, 4, True, 132) for n in items] == [0, 0, 6, 0]
+    assert [preparing_clusters(n, 1024, 4, False, 132) for n in items] == [0, 6, 6, 0]
+    assert preparing_clusters(24, 1023, 4, True, 132) == 0
+    assert preparing_clusters(24, 1024, 2, True, 132) == 0
 
 
 def same_in_shares(
@@ -479,7 +478,7 @@ def test_many_short_sequences_have_a_kernel_of_their_own(
     whole_fraction(monkeypatch, 2)
 
     def many_short(inputs: ChunkInputs, **options: Any) -> int:
-        plan = chunk_forward.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
+        plan = fused.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
         return dict(plan.launcher.kernel.defines)["MANY_SHORT"]
 
     assert many_short(draw(16, 128)) == 1

@@ -11,8 +11,12 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, request
 from pool_checks import check_pools, pool_of
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, chunk_forward_fast_path, torch_launch
-from kdacore_cuda.chunk_forward_kernels import cut_states_size
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.fused import sizes
+from kdacore_cuda.forms.fused.sizes import cut_states_size
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 MORE = pytest.mark.exhaustive
@@ -20,8 +24,8 @@ MORE = pytest.mark.exhaustive
 
 def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The fused kernel of Hopper, planned for a device with few multiprocessors."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: count)
 
 
@@ -72,7 +76,7 @@ def test_null_slots_of_dense_calls(
     rows[list(null)] = -1
     inputs = draw(B, T, HV, initial_state=pool_of(B, 128, HV=HV), state_indices=rows)
     check(inputs, inplace_state=True, output_final_state=True, **BOUNDED_MODEL)
-    plan = chunk_forward.plan_of(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
+    plan = fused.plan_of(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
     assert plan.grid == multiprocessors
     assert plan.workspace_size == cut_states_size(multiprocessors // 2)
 
@@ -114,13 +118,13 @@ def test_a_workspace_that_is_too_small_is_found_out(
     """Host and device each count how much there is: with fewer numbers on the host, a flag lies in the guard. The
     cluster of the highest number sends no state, so its 16 flags of 8 bytes are not used."""
     use_multiprocessors(monkeypatch, 4)
-    name = "helped_chunks_size" if helped else "cut_states_size"
-    plain = getattr(chunk_forward, name)
-    monkeypatch.setattr(chunk_forward, name, lambda *given: plain(*given) - (1 if helped else 17))
+    name = "prepared_steps_size" if helped else "cut_states_size"
+    plain = getattr(sizes, name)
+    monkeypatch.setattr(sizes, name, lambda *given: plain(*given) - (1 if helped else 17))
     if helped:
-        monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: 4)
-        monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: 0)
-        monkeypatch.setattr(chunk_forward, "helper_clusters", lambda *given: 1)
+        monkeypatch.setattr(choice, "cluster_size", lambda *given: 4)
+        monkeypatch.setattr(choice, "resident_clusters", lambda *given: 0)
+        monkeypatch.setattr(choice, "preparing_clusters", lambda *given: 1)
     inputs = draw(1, 100, 3)
     with pytest.raises(AssertionError, match="wrote behind an array"):
         chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)

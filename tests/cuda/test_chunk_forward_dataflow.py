@@ -18,16 +18,16 @@ from forward_checks import (
 )
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import (
-    chunk_forward,
-    chunk_forward_dataflow,
-    chunk_forward_dataflow_kernels,
-    chunk_forward_segments,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda import choice
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
+from kdacore_cuda.forms.dataflow import kernels as chunk_forward_dataflow_kernels
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.kernel_parameters import WALK
-from kdacore_cuda.kernel_source import EVERY_LANE
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -179,21 +179,21 @@ def test_the_contract_s_length(emulated: list[str], gate: str, options: dict[str
 def test_which_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By sequences and heads alone, whatever their length, as a choice by length would change bits when tokens are
     appended. Packs may have one long sequence."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     for T in (1, 70):
         inputs = draw(T, 1, 17)
         emulated.clear()
         chunk_forward.forward(request_of("chunk_kda", inputs, **MODEL), inputs)
         assert emulated[-1].startswith("walk")
-    use = chunk_forward_dataflow_kernels.use_dataflow
+    use = choice.use_dataflow
     found = {bounded: [n for n in range(100) if use(n, bounded, 132)] for bounded in (True, False)}
     assert found == {True: [], False: [*range(16, 23)]}
 
 
 def test_what_goes_another_way(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs, which may have one long sequence, and what the kernels do not have."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: True)
     plain = draw(70, initial_state=state(1, 1))
     indices = torch.zeros(1, dtype=torch.int32)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -205,7 +205,7 @@ def test_what_goes_another_way(emulated: list[str], monkeypatch: pytest.MonkeyPa
     for name, (arrays, options) in {"plain": ({}, {}), **cases}.items():
         inputs = plain._replace(**arrays)
         request = request_of("chunk_kda", inputs, output_final_state=True, **options, **BOUNDED_MODEL)
-        assert chunk_forward._make_plan(request).in_dataflow == (name == "plain"), name
+        assert (chosen(request).form == "dataflow") == (name == "plain"), name
 
 
 def test_outputs_of_the_caller(emulated: list[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from emulated_backend import dense_inference_cases, registered, run_emulated
 
-from kdacore_cuda import chunk_forward
+from kdacore_cuda import choice
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 """Cases that are run always; the others with the exhaustive tests."""
@@ -17,7 +17,7 @@ QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every dense call of K = V = 128 side by side."""
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: True)
     with registered():
         yield
 

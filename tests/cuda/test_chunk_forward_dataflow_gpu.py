@@ -19,8 +19,11 @@ from cuda_calls import (
 from forward_checks import TOKENS, check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_dataflow, torch_launch
-from kdacore_cuda.chunk_forward_dataflow_kernels import use_dataflow
+from kdacore_cuda import choice
+from kdacore_cuda.choice import use_dataflow
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
 GATES = pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -68,8 +71,8 @@ def test_large_calls_agree_with_the_fused_kernel(
 ) -> None:
     inputs = draw(16384, 24)
     got = chunk_forward_dataflow.forward(r := request(inputs, **options), inputs)
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     want = chunk_forward.forward(r, inputs)
     assert error(got.o, want.o.double().cpu()) < 3 * O_BOUND
     assert want.final_state is not None

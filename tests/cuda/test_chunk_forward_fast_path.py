@@ -11,17 +11,19 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
-from kdacore_cuda import chunk_backward, chunk_forward, chunk_forward_fast_path, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.runtime import device_figures
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a, segments of two chunks; in segments where a test asks for it."""
-    for module in (chunk_forward, chunk_backward):
-        monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: False)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
 
 
@@ -55,8 +57,8 @@ def test_the_shorter_way_gives_the_same_bits(
 ) -> None:
     if way == "side by side" and name == "packed, states":
         pytest.skip("packs go another way")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: way == "segments")
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: way == "side by side")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: way == "segments")
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: way == "side by side")
     first, second = CASES[name](0), CASES[name](1)
     bare = first.A_log is None
     options = {**MODEL, "use_gate_in_kernel": False} if bare else BOUNDED_MODEL
@@ -116,7 +118,7 @@ def test_states_between_others_go_the_longer_way_side_by_side(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernels find a sequence's state by its number alone."""
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: True)
     apart = torch.randn(2, 3, 128, 128)[:, 1:2]
     assert made(draw(2, T=10, initial_state=apart.contiguous())) is not None
     inputs = draw(2, T=10, initial_state=apart)

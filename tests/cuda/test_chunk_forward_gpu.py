@@ -10,7 +10,9 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.fused import forward as fused_form
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +23,7 @@ HEADS = pytest.mark.parametrize("H", [4, 80], ids=["few heads", "many heads"])
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where heads are few; those in segments have tests of their own."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
 
 
 def draw(T: int, H: int, K: int = 128) -> ChunkInputs:
@@ -82,12 +84,12 @@ def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
 def test_helpers_change_no_bits(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Of 24 heads; eager, and three replays of a graph, whose flags have the same number every time."""
     inputs = draw(2100, 24)
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *given: False)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
     with monkeypatch.context() as without:
-        without.setattr(chunk_forward, "helper_clusters", lambda *given: 0)
+        without.setattr(choice, "preparing_clusters", lambda *given: 0)
         want = run(inputs, **options)
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
-    assert chunk_forward.plan_of(request).grid == 30 * 4  # with six clusters of helpers
+    assert fused_form.plan_of(request).grid == 30 * 4  # with six clusters of helpers
     assert all(same(run(inputs, **options), want) for _ in range(20))
     graph, captured = capture(inputs, **options)
     for _ in range(3):
@@ -101,10 +103,10 @@ def test_helpers_change_no_bits(monkeypatch: pytest.MonkeyPatch, options: dict[s
 def test_helpers_of_few_heads(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Clusters of four with and without helpers, in a call small enough for compute-sanitizer."""
     inputs = draw(300, 3)
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *given: False)
-    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: 4)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
+    monkeypatch.setattr(choice, "cluster_size", lambda *given: 4)
     want = run(inputs, **options)
-    monkeypatch.setattr(chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4))
+    monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4))
     assert same(run(inputs, **options), want)
 
 

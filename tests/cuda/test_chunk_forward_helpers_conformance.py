@@ -8,7 +8,7 @@ import pytest
 from emulated_backend import dense_inference_cases, registered, run_emulated
 
 from kdacore.testing.cases import Case
-from kdacore_cuda import chunk_forward
+from kdacore_cuda import choice
 
 QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 """Cases that are run always; the others with the exhaustive tests."""
@@ -17,11 +17,11 @@ QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every dense call of K = V = 128 with helpers, whatever its heads and tokens."""
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: False)
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *args: False)
-    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *args: 4)
-    monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *args: 0)
-    monkeypatch.setattr(chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4))
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *args: False)
+    monkeypatch.setattr(choice, "cluster_size", lambda *args: 4)
+    monkeypatch.setattr(choice, "resident_clusters", lambda *args: 0)
+    monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4))
     with registered():
         yield
 

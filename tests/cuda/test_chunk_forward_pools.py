@@ -13,8 +13,11 @@ from pool_checks import check_pools, pool_of, same_bits
 from server_model import Expected
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, chunk_forward_fast_path, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.runtime import device_figures
 
 NAN = float("nan")
 MORE = pytest.mark.exhaustive
@@ -27,12 +30,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     cluster = 4 if name.startswith("clusters of four") else 2
     shares = 3 if name.endswith("shared") else 0
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: name == "segments")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: name == "segments")
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(1))
     if name != "portable":
-        monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
-        monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: shares)
+        monkeypatch.setattr(choice, "cluster_size", lambda *given: cluster)
+        monkeypatch.setattr(choice, "resident_clusters", lambda *given: shares)
     return name
 
 

@@ -20,19 +20,17 @@ from forward_checks import (
 )
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import (
-    chunk_forward,
-    chunk_forward_segments,
-    chunk_forward_segments_kernels,
-    driver,
-    segment_lengths,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda import choice
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
-from kdacore_cuda.kernel_source import EVERY_LANE
-from kdacore_cuda.segment_chains import chain_blocks
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda.runtime import device_figures, driver, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -432,13 +430,13 @@ def test_the_contract_s_length(
 
 def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their length, as a choice by length would change bits when tokens are appended."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     for H, T in ((1, 1), (1, 200)):
         inputs = draw(T, H, H)
         emulated.clear()
         chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)
         assert emulated[-1].startswith("output")
-    use = chunk_forward_segments_kernels.use_segments
+    use = choice.use_segments
     h100, h200 = 3.35e12, 4.9e12
     for rate, bounded, most in ((h100, True, 17), (h200, True, 22), (h100, False, 22), (h200, False, 22)):
         assert [n for n in range(1, 100) if use(n, bounded, 132, lambda rate=rate: rate)] == [
@@ -451,14 +449,14 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
 def test_where_memory_is_fast_more_heads_go_in_segments(
     monkeypatch: pytest.MonkeyPatch, rate: float, in_segments: bool
 ) -> None:
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: rate)
     for heads, expected in ((17, True), (18, in_segments), (22, in_segments), (23, False)):
         token = torch.empty(1, 64, heads, 128, dtype=torch.bfloat16)
         inputs = ChunkInputs(token, token, token, token, token[..., 0])
         request = request_of("chunk_kda", inputs, **SAFE_LOG)
-        assert chunk_forward.plan_of(request).in_segments == expected, heads
+        assert (chosen(request).form == "segments") == expected, heads
 
 
 def test_a_memory_rate_is_what_clock_and_bus_give() -> None:
@@ -587,7 +585,7 @@ def test_the_benchmark_cuts_segments_as_it_is_told(
 ) -> None:
     from benchmarks.segment_lengths import in_segments, parse
 
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     inputs = draw(700, 1, 1, gate="init")  # slow decays: where segments begin then shows in the bits
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
 

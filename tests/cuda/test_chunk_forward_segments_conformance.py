@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from emulated_backend import registered, run_emulated, wide_inference_cases
 
-from kdacore_cuda import chunk_forward, segment_lengths
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import choice
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
 
 QUICK = (
     "chunk_kda-causality_append-base",
@@ -21,7 +22,7 @@ QUICK = (
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call of K = V = 128 in segments of one chunk."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: True)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: True)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(1))
     with registered():
         yield

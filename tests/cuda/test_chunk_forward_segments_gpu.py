@@ -14,7 +14,10 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, 
 from forward_checks import check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda import chunk_forward, chunk_forward_segments, chunk_forward_segments_kernels, torch_launch
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +112,7 @@ def test_large_calls_agree_with_the_fused_kernel(
     """More blocks than run at once."""
     inputs = draw(16384, 16)
     got = chunk_forward_segments.forward(r := request(inputs, **options), inputs)
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     want = chunk_forward.forward(r, inputs)
     assert error(got.o, want.o.double().cpu()) < 3 * O_BOUND
     assert error(got.final_state, want.final_state.double().cpu()) < 3 * STATE_BOUND
@@ -181,7 +184,7 @@ def test_host_time(T: int, bound: float) -> None:
 
 
 def test_few_heads_go_in_segments() -> None:
-    assert chunk_forward_segments_kernels.use_segments(16, True, torch_launch.multiprocessors(0), lambda: 0.0)
+    assert choice.use_segments(16, True, torch_launch.multiprocessors(0), lambda: 0.0)
     inputs = draw(64, 16)
     got = chunk_forward.forward(r := request(inputs, **BOUNDED_MODEL), inputs)
     assert same(got, chunk_forward_segments.forward(r, inputs))

@@ -13,7 +13,10 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.fused import forward as fused_form
+from kdacore_cuda.runtime import device_figures
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -25,8 +28,8 @@ FIRST = 0x7FFFFFF << 36 | (NUMBER & 0xFFFFFF) << 12
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
 
 
 def draw(lengths: tuple[int, ...] | None, B: int = 1, T: int = 0, HV: int = 1) -> ChunkInputs:
@@ -58,11 +61,9 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def run(monkeypatch: pytest.MonkeyPatch, case: Case, dispatch: int, seed: int = 0, **options: Any) -> Outputs:
     inputs, cluster, clusters, helped = case
-    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
-    monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: clusters)
-    monkeypatch.setattr(
-        chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4) if helped else 0
-    )
+    monkeypatch.setattr(choice, "cluster_size", lambda *given: cluster)
+    monkeypatch.setattr(choice, "resident_clusters", lambda *given: clusters)
+    monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4) if helped else 0)
     plain = emulator.run
     with monkeypatch.context() as inside:
         inside.setattr(
@@ -95,7 +96,7 @@ def test_the_emulator_sees_a_wait_for_what_has_not_begun(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the first ticket the last one, the second cluster would wait for the first: the tests above can fail."""
-    monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
+    monkeypatch.setattr(fused_form, "LAUNCH_NUMBERS", count(NUMBER))
     with_counter(
         monkeypatch, FIRST + 1
     )  # as if one ticket were drawn already, by a cluster that never begins
@@ -141,10 +142,10 @@ def test_whatever_the_workspace_held(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, held: int
 ) -> None:
     """And the counter is left so that the same launch can be made again, as a graph makes it."""
-    monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
+    monkeypatch.setattr(fused_form, "LAUNCH_NUMBERS", count(NUMBER))
     case = CASES[name]()
     want = run(monkeypatch, case, emulator.FORWARDS, **BOUNDED_MODEL)
-    monkeypatch.setattr(chunk_forward, "LAUNCH_NUMBERS", count(NUMBER))
+    monkeypatch.setattr(fused_form, "LAUNCH_NUMBERS", count(NUMBER))
     made = with_counter(monkeypatch, held)
     got = run(monkeypatch, case, emulator.BACKWARDS, **BOUNDED_MODEL)
     assert same_bits(got, want)

@@ -20,17 +20,17 @@ from kdacore.dispatch import torch_operators
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_kernels,
-    chunk_forward,
-    chunk_forward_kept,
-    chunk_kept,
-    torch_launch,
-)
-from kdacore_cuda.chunk_backward_kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
-from kdacore_cuda.compiler import compile_kernel
+from kdacore_cuda import choice
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
+from kdacore_cuda.forms.backward.kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.kept import forward as chunk_forward_kept
+from kdacore_cuda.forms.kept import sizes as chunk_kept
+from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 exhaustive = pytest.mark.exhaustive
@@ -41,10 +41,8 @@ GRADIENTS = 1.6e-2
 @pytest.fixture(autouse=True)
 def many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a, and one chain per head, as with many heads."""
-    for module in (chunk_forward, chunk_backward):
-        monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
-    for module in (chunk_kept, chunk_backward):
-        monkeypatch.setattr(module, "use_segments", lambda *given: False)
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(choice, "use_segments_backward", lambda *given: False)
 
 
 def kept_request(inputs: ChunkInputs, **options: Any) -> Request:
@@ -242,11 +240,13 @@ def registered() -> Any:
 @exhaustive
 def test_the_suite_whatever_is_asked_for(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case with gradients, as if all of them said disable_recompute."""
-    keeps = chunk_kept._keeps
+    saves = choice.saves_operands
     monkeypatch.setattr(
-        chunk_kept.keeps, "_make", lambda r: keeps(dataclasses.replace(r, disable_recompute=True))
+        choice,
+        "saves_operands",
+        lambda r, count: saves(dataclasses.replace(r, disable_recompute=True), count),
     )
-    monkeypatch.setattr(chunk_kept.keeps, "_plans", {})
+    monkeypatch.setattr(chosen, "_plans", {})
     run_emulated(served(), emulated, "scan_outputs")
 
 
@@ -282,10 +282,14 @@ def test_operators_keep_nothing() -> None:
     assert dict(zip(opdef.options, bound.options, strict=True))["disable_recompute"] is False
 
 
+def keeps(request: Request) -> bool:
+    return chosen(request).saves == "operands"
+
+
 def test_which_calls_keep_something(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw(70, 8, 16)
     request = kept_request(inputs)
-    assert chunk_kept.keeps(request)
+    assert keeps(request)
     for changed in (
         {"disable_recompute": False},
         {"needs_grad": False},
@@ -294,13 +298,13 @@ def test_which_calls_keep_something(emulated: list[str], monkeypatch: pytest.Mon
         {"checkpoint_every": 64},
         {"T": 0},
     ):
-        assert not chunk_kept.keeps(dataclasses.replace(request, **changed)), changed
+        assert not keeps(dataclasses.replace(request, **changed)), changed
     monkeypatch.undo()
-    monkeypatch.setattr(chunk_kept, "multiprocessors_of", lambda request: 132)
-    kept = [h for h in range(1, 20) if chunk_kept.keeps(dataclasses.replace(request, HV=h, N=1))]
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    kept = [h for h in range(1, 20) if keeps(dataclasses.replace(request, HV=h, N=1))]
     assert kept == list(range(13, 20))
     few = dataclasses.replace(request, HV=2, batch_invariant=True)
-    assert chunk_kept.keeps(few)  # computed as one of many
+    assert keeps(few)  # computed as one of many
 
 
 def test_memory() -> None:

@@ -17,18 +17,17 @@ import kdacore
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_segments,
-    chunk_forward,
-    chunk_forward_segments,
-    chunk_kept_segments,
-    segment_lengths,
-    torch_launch,
-)
-from kdacore_cuda.kernel_source import EVERY_LANE
-from kdacore_cuda.segment_lengths import SegmentLengths
+from kdacore_cuda import choice
+from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -44,8 +43,7 @@ SHORTER_LATER = SegmentLengths(3, 2, 1, 3, 2, 1, 3)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, kernels for sm_90a; segments of two chunks, so that few tokens make many. A backward that is given
     nothing would have others."""
-    for module in (chunk_forward, chunk_backward):
-        monkeypatch.setattr(module, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 3)
     cut_in(monkeypatch, SegmentLengths.uniform(2))
@@ -185,7 +183,7 @@ def test_no_gradient_depends_on_how_many_tokens_follow(
 ) -> None:
     """That the loss does not see. Also where fewer tokens are one segment, of which nothing is kept, and such a
     backward would be one chain per head."""
-    monkeypatch.setattr(chunk_backward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_segments_backward", lambda *given: False)
     inputs = draw(330, initial_state=state(1, 1))
     for cut in (100, 128, 200):
         do = Draw(3).normal(*inputs.v.shape)
@@ -298,19 +296,23 @@ def test_through_autograd(emulated: list[str]) -> None:
 # --- which calls ---------------------------------------------------------------------------------------------------
 
 
+def keeps(request: Request) -> bool:
+    return chosen(request).saves == "maps" and chunk_forward_segments.plan_of(request).keeps
+
+
 def test_which_calls_keep() -> None:
     inputs = draw(330)
     request = kept_request(inputs)
-    assert chunk_forward.keeps_segments(request)
+    assert keeps(request)
     for other in (
         dataclasses.replace(request, needs_grad=False),
         dataclasses.replace(request, traced=True),
         dataclasses.replace(request, batch_invariant=True),
         kept_request(draw(128)),
     ):
-        assert not chunk_forward.keeps_segments(other)
-    assert not chunk_kept_segments.keeps(dataclasses.replace(request, kind="jax"), 3)
-    use = chunk_kept_segments.use_kept_segments
+        assert not keeps(other)
+    assert not choice.saves_maps(dataclasses.replace(request, kind="jax"), 132)
+    use = choice.use_saved_maps
     assert [use(n, 132) for n in (1, 12, 16, 17)] == [True] * 3 + [False]
 
 

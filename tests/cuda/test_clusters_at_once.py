@@ -12,17 +12,17 @@ import torch
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import chunk_forward, jax_devices, launch, torch_launch
-from kdacore_cuda.chunk_forward_kernels import (
-    chunk_forward_kernel,
-    cluster_size,
-    cut_states_size,
-    helper_clusters,
-    resident_clusters,
-)
-from kdacore_cuda.driver import NO_CONTEXT, Driver, DriverError
+from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
+from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
+from kdacore_cuda.forms.fused.sizes import cut_states_size
+from kdacore_cuda.jax import devices as jax_devices
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
-from kdacore_cuda.launch import Launcher
+from kdacore_cuda.runtime import device_figures, torch_launch
+from kdacore_cuda.runtime import launcher as launch
+from kdacore_cuda.runtime.driver import NO_CONTEXT, Driver, DriverError
+from kdacore_cuda.runtime.launcher import Launcher
 
 _STUB = """
 int refuses, retained, set, asked, grid, threads, shared, attributes; void* kernel;
@@ -123,7 +123,7 @@ def test_sizes_and_shares_follow_the_driver(said: int, most_of_four: int, reside
     sizes = {n: cluster_size(128, n, 8192, 132, "sm_90a", at_once) for n in range(1, 100)}
     assert max(n for n, size in sizes.items() if size == 4) == most_of_four
     assert resident_clusters(128, 4, 40, 132, "sm_90a", at_once) == resident
-    assert helper_clusters(24, 1024, 4, True, 132, at_once) == (6 if resident >= 30 else 0)
+    assert preparing_clusters(24, 1024, 4, True, 132, at_once) == (6 if resident >= 30 else 0)
 
 
 @pytest.mark.parametrize(("said", "clusters"), [(0, 66), (66, 66), (40, 40), (9, 9)])
@@ -131,7 +131,7 @@ def test_plans_follow_the_driver(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, said: int, clusters: int
 ) -> None:
     """Fewer clusters in a green context or an MPS partition."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: said)
     d = Draw()
     inputs = ChunkInputs(
@@ -139,13 +139,13 @@ def test_plans_follow_the_driver(
         beta=d.normal(1, 200, 70),
         **d.gate("random", 1, 200, 70, 128),
     )
-    plan = chunk_forward.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL))
+    plan = fused.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL))
     assert plan.grid == 2 * clusters
     assert plan.workspace_size == cut_states_size(clusters)
 
 
 def test_calls_in_segments_load_no_fused_kernel(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     asked: list[str] = []
     monkeypatch.setattr(
         torch_launch, "clusters_at_once", lambda launcher, arch, index: asked.append(arch) or 0
@@ -156,5 +156,5 @@ def test_calls_in_segments_load_no_fused_kernel(emulated: list[str], monkeypatch
         beta=d.normal(1, 200, 4),
         **d.gate("random", 1, 200, 4, 128),
     )
-    assert chunk_forward.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL)).in_segments
+    assert chosen(request_of("chunk_kda", inputs, **BOUNDED_MODEL)).form == "segments"
     assert not asked

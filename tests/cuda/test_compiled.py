@@ -13,12 +13,13 @@ from launch_order import waits_before_it_writes, waits_first, waits_last
 from spill_allowances import allowed
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, PACKAGED_ARCHS
-from kdacore_cuda.chunk_forward_kernels import chunk_forward_kernel, cluster_sizes
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import CSRC, KernelSource
-from kdacore_cuda.packaged_cubins import FOLDER, read_manifest, row_name
-from kdacore_cuda.packaged_kernels import packaged_kernels
-from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import CSRC, KernelSource
+from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, row_name
+from kdacore_cuda.choice import cluster_sizes
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
+from kdacore_cuda.forms.packaged_kernels import packaged_kernels
+from kdacore_cuda.forms.stages.kernels import intra_kernel, recompute_kernel
 
 PORTABLE = ("sm_80", "sm_120")
 """Compiled where they are needed: nothing is packaged for them."""

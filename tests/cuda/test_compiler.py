@@ -11,10 +11,11 @@ from disassembly import disassemble
 from kdacore import config
 from kdacore.errors import BackendBuildError
 from kdacore_cuda.architectures import PACKAGED_ARCHS
-from kdacore_cuda.chunk_forward_kernels import chunk_forward_kernel
-from kdacore_cuda.compiler import CompiledKernel, arch_problem, compile_kernel, compile_text
-from kdacore_cuda.kernel_source import EVERY_LANE, nvrtc_options, source_key
-from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
+from kdacore_cuda.build.compiler import CompiledKernel, arch_problem, compile_kernel, compile_text
+from kdacore_cuda.build.kernel_source import EVERY_LANE, nvrtc_options, source_key
+from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
 KERNELS = {
     "bounded": chunk_forward_kernel(128, 2, True, False),

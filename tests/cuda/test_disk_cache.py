@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kdacore_cuda import cubin_lookup
-from kdacore_cuda.compiler import CompiledKernel
-from kdacore_cuda.disk_cache import DiskCache
-from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
+from kdacore_cuda.build import cubin_lookup
+from kdacore_cuda.build.compiler import CompiledKernel
+from kdacore_cuda.build.disk_cache import DiskCache
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
 KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
 

@@ -10,7 +10,7 @@ from typing import Any
 import emulator
 import pytest
 
-from kdacore_cuda.kernel_source import gather_headers
+from kdacore_cuda.build.kernel_source import gather_headers
 
 pytestmark = pytest.mark.quick
 

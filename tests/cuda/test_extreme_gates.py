@@ -25,8 +25,11 @@ from extreme_gates import (
 )
 
 from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request
-from kdacore_cuda import chunk_backward, chunk_forward, recurrent, torch_launch
-from kdacore_cuda.chunk_backward import UNBOUNDED_FLOOR
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward.gradients import UNBOUNDED_FLOOR
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 pytestmark = pytest.mark.slow

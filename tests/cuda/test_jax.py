@@ -22,7 +22,10 @@ import kdacore
 import kdacore.stages
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
-from kdacore_cuda import chunk_backward, chunk_forward, recurrent, stages
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.forms.stages import forward as stages
 
 BACKEND = "emulated"
 

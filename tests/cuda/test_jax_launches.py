@@ -21,19 +21,16 @@ from jax_emulation import Device
 import kdacore
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
-from kdacore_cuda import (
-    chunk_forward,
-    jax_chunk,
-    jax_launch,
-    jax_recurrent,
-    launch_program,
-    packaged_cubins,
-    recurrent,
-    xla_handler,
-    xla_interface,
-)
-from kdacore_cuda.launch_program import Clear, InPlace, make_program
-from kdacore_cuda.launch_sequence import PlannedLaunch
+from kdacore_cuda.build import packaged_cubins
+from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.jax import chunk as jax_chunk
+from kdacore_cuda.jax import recurrent as jax_recurrent
+from kdacore_cuda.jax import xla_handler, xla_interface
+from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
+from kdacore_cuda.runtime import device_figures, launch_program
+from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
+from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 
 pytestmark = pytest.mark.quick
 
@@ -63,7 +60,7 @@ def test_parameters_are_those_of_the_plan(either_handler: Device) -> None:
         **{n: torch.zeros(a.shape, dtype=getattr(torch, a.dtype.name)) for n, a in arrays(H=30).items()}
     )
     request = request_of("chunk_kda", specs, **MODEL, output_final_state=True)
-    plan = chunk_forward._make_plan(dataclasses.replace(request, kind="jax", device=HOPPER))
+    plan = fused._make_plan(dataclasses.replace(request, kind="jax", device=HOPPER))
     assert (launched.grid, launched.threads, launched.shared) == (
         *(plan.grid, plan.launcher.threads, plan.launcher.shared),
     )
@@ -83,7 +80,7 @@ def test_every_call_has_a_launch_number_of_its_own(either_handler: Device) -> No
     step = jax.jit(lambda x: call(x))
     for _ in range(3):
         jax.block_until_ready(step(arrays(H=30)))
-    at = [name for name, _ in chunk_forward.CHUNK_FORWARD.fields].index("launch")
+    at = [name for name, _ in CHUNK_FORWARD.fields].index("launch")
     numbers = [x.values[at] for x in either_handler.launched]
     assert len(set(numbers)) == 3 and min(numbers) > 0
 
@@ -138,7 +135,7 @@ def test_a_second_device_of_the_same_kind(either_handler: Device) -> None:
 
 
 def custom_call(words: Any, *given: Any) -> Any:
-    from kdacore_cuda import xla_handler
+    from kdacore_cuda.jax import xla_handler
 
     result = jax.ShapeDtypeStruct((4,), jnp.float32)
     made = jax.ffi.ffi_call(xla_handler.TARGET, result, vmap_method="sequential")
@@ -253,7 +250,8 @@ def test_torch_is_not_needed() -> None:
             f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
             "import jax, jax.numpy as jnp",
             "from kdacore.types import ChunkInputs, Device, OutputGrads, Request, TensorSpec",
-            "from kdacore_cuda import jax_chunk, slices",
+            "from kdacore_cuda.forms.slices import functions as slices",
+            "from kdacore_cuda.jax import chunk as jax_chunk",
             "x = {n: jax.ShapeDtypeStruct((1, 70, 2, 128), jnp.bfloat16) for n in 'qkvg'}",
             "x['beta'] = jax.ShapeDtypeStruct((1, 70, 2), jnp.bfloat16)",
             "hopper = Device('cuda', 0, 'sm_90')",
@@ -334,7 +332,7 @@ def test_sizes_that_are_symbols_are_declined() -> None:
 
 
 def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kdacore_cuda import jax_devices
+    from kdacore_cuda.jax import devices as jax_devices
 
     class Gpu:
         id, local_hardware_id, core_count = 9, 1, 148
@@ -353,6 +351,6 @@ def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch)
     assert jax_devices.memory_rate(1) == 2 * 10**12
     assert jax_devices.memory_rate(0) == 0  # as where a program is exported: no such device
     there = dataclasses.replace(_request(), device=dataclasses.replace(HOPPER, index=9))
-    assert jax_launch.planned(there).device.index == 1
+    assert device_figures.planned(there).device.index == 1
     for function in functions:
         function.cache_clear()

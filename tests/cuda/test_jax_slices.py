@@ -18,7 +18,10 @@ from test_jax import check
 from test_slices import CROSSING, draw, pack, state, use_segments
 
 from kdacore.types import ChunkInputs, OutputGrads, SliceFunctions
-from kdacore_cuda import chunk_forward, chunk_forward_slices, jax_devices, slices, torch_launch
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.forms.slices import functions as slices
+from kdacore_cuda.jax import devices as jax_devices
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
     "grouped": (draw(280, 1, 2, B=2), 2, BOUNDED_MODEL | {"output_final_state": True}),
@@ -135,7 +138,7 @@ def test_packs_of_many_sequences(
     emulated: list[str], from_jax: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results by a call of their own; nothing is kept from the first half."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     lengths = [1, 40, 0, 17, 60]
     for module in (jax_devices, torch_launch):
         monkeypatch.setattr(module, "multiprocessors", lambda index: len(lengths) // 4)

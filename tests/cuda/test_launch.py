@@ -14,13 +14,16 @@ import emulator
 import pytest
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda import kernel_parameters, launch, prepacked_launch
-from kdacore_cuda.compiler import compile_text
-from kdacore_cuda.driver import Driver, DriverError
-from kdacore_cuda.fast_division import division
+from kdacore_cuda import kernel_parameters
+from kdacore_cuda.build.compiler import compile_text
+from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
-from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch
-from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
+from kdacore_cuda.request_encoding import division
+from kdacore_cuda.runtime import launcher as launch
+from kdacore_cuda.runtime import prepacked_launch
+from kdacore_cuda.runtime.driver import Driver, DriverError
+from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch
 
 pytestmark = pytest.mark.quick
 

@@ -25,26 +25,26 @@ from kdacore.types import (
     RecurrentInputs,
     Request,
 )
-from kdacore_cuda import (
-    chunk_backward,
-    chunk_backward_fast_path,
-    chunk_backward_segments,
-    chunk_forward,
-    chunk_forward_checkpoints,
-    chunk_forward_dataflow,
-    chunk_forward_fast_path,
-    chunk_forward_segments,
-    launch,
-    prepacked_launch,
-    recurrent,
-    recurrent_fast_path,
-    segment_lengths,
-    stages,
-    torch_launch,
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
+from kdacore_cuda.forms.fused import checkpoints as chunk_forward_checkpoints
+from kdacore_cuda.forms.fused.kernels import (
+    chunk_forward_launcher,
+    chunk_forward_shared_bytes,
+    chunk_forward_threads,
 )
-from kdacore_cuda.chunk_forward_kernels import chunk_forward_shared_bytes, chunk_forward_threads
-from kdacore_cuda.driver import Driver
-from kdacore_cuda.element_sizes import ITEM_SIZES
+from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.forms.stages import sizes as stage_sizes
+from kdacore_cuda.forms.stages.kernels import hopper_recompute_shared_bytes
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
@@ -53,6 +53,7 @@ from kdacore_cuda.kernel_parameters import (
     GATES,
     GROUPS,
     INTRA,
+    ITEM_SIZES,
     PREPARE_MARKED,
     RECOMPUTE,
     RECURRENT,
@@ -61,8 +62,9 @@ from kdacore_cuda.kernel_parameters import (
     TYPES,
     WALK,
 )
-from kdacore_cuda.segment_lengths import SegmentLengths
-from kdacore_cuda.stages_kernels import hopper_recompute_shared_bytes
+from kdacore_cuda.runtime import launcher as launch
+from kdacore_cuda.runtime import prepacked_launch, torch_launch
+from kdacore_cuda.runtime.driver import Driver
 
 pytestmark = pytest.mark.quick
 
@@ -172,11 +174,11 @@ def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
     makers = (
         *(
-            chunk_forward._launcher,
+            chunk_forward_launcher,
             chunk_forward_checkpoints.tail_launcher,
-            stages._intra_launcher,
-            stages._recompute_launcher,
-            stages._hopper_recompute_launcher,
+            stage_sizes._intra_launcher,
+            stage_sizes._recompute_launcher,
+            stage_sizes._hopper_recompute_launcher,
         ),
         *(
             chunk_backward.launcher,
@@ -223,7 +225,7 @@ def pack(*lengths: int) -> torch.Tensor:
 @pytest.mark.parametrize("K", [64, 128])
 def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
     """The fused kernel, also where heads are few."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     d = Draw(0)
     B, T, H, HV, N = (1, 96, 2, 4, 3) if packed else (3, 96, 2, 4, 3)
     inputs = ChunkInputs(
@@ -274,7 +276,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
 
 
 def test_chunk_forward_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     d = Draw(0)
     wide = d.normal(2, 40, 6, 3 * 128)
     q, k, v = (wide[..., 128 * i : 128 * (i + 1)] for i in range(3))
@@ -526,7 +528,7 @@ def test_cached_chunk_backward(
     seen: Recorder, monkeypatch: pytest.MonkeyPatch, packed: bool, groups: bool, float_gate: bool, cut: bool
 ) -> None:
     """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
-    monkeypatch.setattr(chunk_backward, "use_segments", lambda items, multiprocessors: cut)
+    monkeypatch.setattr(choice, "use_segments_backward", lambda items, multiprocessors: cut)
     monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 1)
     request, inputs = backward_call(packed, groups, float_gate)
     do = torch.randn_like(inputs.v)
@@ -646,7 +648,7 @@ def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
 
 def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch that follows takes up what the others kept."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     d = Draw(0)
     wide = d.normal(1, 300, 4, 256)
     inputs = ChunkInputs(
@@ -691,7 +693,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of states before checkpoints, of records of cut chunks, of those of whole chunks, in this order."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: True)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: True)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
     d, HV = Draw(0), 4
     inputs = ChunkInputs(
@@ -748,7 +750,7 @@ def test_cached_chunk_forward(
     seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
 ) -> None:
     """What is packed once is what a first call packs."""
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: few)
+    monkeypatch.setattr(choice, "use_segments", lambda *given: few)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
     d = Draw(0)
     inputs = ChunkInputs(
@@ -810,7 +812,7 @@ def test_cached_chunk_forward(
 
 def test_cached_chunk_forward_side_by_side(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of its two launches."""
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *args: True)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *args: True)
     inputs = draw(130, 1, 2, B=2, initial_state=torch.randn(2, 2, 128, 128))
     request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **MODEL))
     step = chunk_forward_fast_path.make_fast_call(request, inputs)

@@ -9,11 +9,14 @@ import pytest
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
-from kdacore_cuda import chunk_forward, chunk_forward_launches, chunk_forward_slices, chunk_slices_launches
-from kdacore_cuda.kernel_source import CSRC
-from kdacore_cuda.launch_order import AHEAD, OTHER_WORK, check_order
-from kdacore_cuda.launch_program import Clear, InPlace, make_program
-from kdacore_cuda.launch_sequence import LaunchSequence, PlannedLaunch, check_launches
+from kdacore_cuda.build.kernel_source import CSRC
+from kdacore_cuda.forms import chunk_forward_launches
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.forms.slices import launches as chunk_slices_launches
+from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime.launch_order import AHEAD, OTHER_WORK, check_order
+from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
+from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch, check_launches
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_output_waits_first_where_sequences_have_one_segment() -> None:
 def planned(
     monkeypatch: pytest.MonkeyPatch, T: int = 4096, **options: Any
 ) -> tuple[Any, list[PlannedLaunch]]:
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     request = request_of("chunk_kda", draw(T, 2, 2), **(BOUNDED_MODEL | options))
     return request, list(chunk_forward_launches.launches_of(request).launches)
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda import package_build
 from kdacore_cuda.architectures import PACKAGED_ARCHS
-from kdacore_cuda.compiler import CompiledKernel
-from kdacore_cuda.kernel_source import KernelSource, source_key
-from kdacore_cuda.packaged_cubins import (
+from kdacore_cuda.build import packaging as package_build
+from kdacore_cuda.build.compiler import CompiledKernel
+from kdacore_cuda.build.kernel_source import KernelSource, source_key
+from kdacore_cuda.build.packaged_cubins import (
     FOLDER,
     MANIFEST,
     cached_manifest,
@@ -24,8 +24,9 @@ from kdacore_cuda.packaged_cubins import (
     read_manifest,
     row_name,
 )
-from kdacore_cuda.packaged_kernels import packaged_kernels
-from kdacore_cuda.recurrent_kernels import RecurrentMode, recurrent_kernel
+from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.packaged_kernels import packaged_kernels
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from kdacore.errors import PerformanceWarning
-from kdacore_cuda import driver, ffi_callback, handler_build, packaged_handlers, xla_handler
-from kdacore_cuda.packaged_handlers import FOLDER, MACHINES, find_handler, read_manifest, source_hash
+from kdacore_cuda.build import compile_handlers as handler_build
+from kdacore_cuda.build import packaged_handlers
+from kdacore_cuda.build.packaged_handlers import FOLDER, MACHINES, find_handler, read_manifest, source_hash
+from kdacore_cuda.jax import python_handler as ffi_callback
+from kdacore_cuda.jax import xla_handler
+from kdacore_cuda.runtime import driver
 
 pytestmark = pytest.mark.quick
 

@@ -13,9 +13,9 @@ import pytest
 from disassembly import disassemble
 
 from kdacore_cuda.architectures import HOPPER
-from kdacore_cuda.chunk_backward_kernels import ChunkBackwardKernel, prepare_kernel
-from kdacore_cuda.chunk_forward_segments_kernels import segments_prepare_kernel
-from kdacore_cuda.packaged_cubins import FOLDER, read_manifest, row_name
+from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, row_name
+from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, prepare_kernel
+from kdacore_cuda.forms.segments.kernels import segments_prepare_kernel
 
 _LOAD = re.compile(r"\b(LDG|LD)\.E\b")
 _EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")

@@ -11,7 +11,9 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, oracle, reque
 from server_model import expected
 
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda import recurrent, recurrent_fast_path, torch_launch
+from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.runtime import torch_launch
 
 
 def draw(B: int, T: int, H: int = 1, HV: int = 2, K: int = 64, *, gate: str = "random", **more: Any) -> Any:

@@ -10,7 +10,7 @@ from cuda_calls import BOUNDED_MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle,
 
 import kdacore
 from kdacore.types import RecurrentInputs
-from kdacore_cuda import recurrent
+from kdacore_cuda.forms.recurrent import forward as recurrent
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,9 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import chunk_forward
+from kdacore_cuda import choice
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.fused import forward as fused
 
 pytestmark = pytest.mark.gpu
 
@@ -51,16 +53,14 @@ def test_every_launch_gives_the_same_bits(
     T: int,
     busy: bool,
 ) -> None:
-    monkeypatch.setattr(chunk_forward, "use_segments", lambda *given: False)
-    monkeypatch.setattr(chunk_forward, "use_dataflow", lambda *given: False)
-    monkeypatch.setattr(chunk_forward, "cluster_size", lambda *given: cluster)
-    monkeypatch.setattr(chunk_forward, "resident_clusters", lambda *given: clusters)
-    monkeypatch.setattr(
-        chunk_forward, "helper_clusters", lambda items, *rest: -(-items // 4) if helped else 0
-    )
+    monkeypatch.setattr(choice, "use_segments", lambda *given: False)
+    monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
+    monkeypatch.setattr(choice, "cluster_size", lambda *given: cluster)
+    monkeypatch.setattr(choice, "resident_clusters", lambda *given: clusters)
+    monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4) if helped else 0)
     inputs = draw(T, H)
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
-    assert chunk_forward.plan_of(request).grid == ((clusters or H) + (6 if helped else 0)) * cluster
+    assert fused.plan_of(request).grid == ((clusters or H) + (6 if helped else 0)) * cluster
 
     def run() -> Outputs:
         return chunk_forward.forward(request, inputs)

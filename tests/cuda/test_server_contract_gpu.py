@@ -12,7 +12,9 @@ from pool_checks import same_bits
 from server_model import expected, poison_unused
 
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
-from kdacore_cuda import chunk_backward, chunk_forward, recurrent
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.recurrent import forward as recurrent
 
 pytestmark = pytest.mark.gpu
 

@@ -18,16 +18,14 @@ import kdacore
 from kdacore.parallel import local_group
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import (
-    chunk_backward_slices,
-    chunk_forward,
-    chunk_forward_slices,
-    chunk_slices_kernels,
-    slices,
-    torch_launch,
-)
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import KernelSource
+from kdacore_cuda import choice
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.forms.slices import backward as chunk_backward_slices
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.forms.slices import functions as slices
+from kdacore_cuda.forms.slices import kernels as chunk_slices_kernels
+from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -131,7 +129,7 @@ def test_packs_of_many_sequences(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Results by a call of their own; operands and maps of the sequence that goes on behind the slice alone."""
-    monkeypatch.setattr(chunk_forward, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     lengths = [1, 40, 0, 200, 17, 150, 60]
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: len(lengths) // 4)
     inputs = pack(lengths, 480, torch.int64 if options is MODEL else torch.int32)
@@ -149,7 +147,7 @@ def test_packs_of_many_sequences(
 
 
 def test_which_slices_finish_as_whole_calls() -> None:
-    finishes = chunk_slices_kernels.finishes_as_whole
+    finishes = choice.finishes_as_whole
     assert [finishes(n, True, 132) for n in (16, 527, 528, 10_000)] == [False, False, True, True]
     assert not finishes(10_000, False, 132)
 
@@ -321,10 +319,10 @@ def test_calls_with_cp(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_which_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     wide = request_of("chunk_kda", draw(64), **MODEL)
     assert slices.slice_functions(wide) is not None
-    monkeypatch.setattr(slices, "build_arch", lambda arch: "sm_80")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_80")
     assert slices.slice_functions(wide) is None
 
 

@@ -12,7 +12,10 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, 
 from slice_ranks import TOKENS, Row
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads
-from kdacore_cuda import chunk_backward, chunk_backward_slices, chunk_forward, chunk_forward_slices
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.slices import backward as chunk_backward_slices
+from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 pytestmark = pytest.mark.gpu

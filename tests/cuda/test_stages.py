@@ -16,10 +16,11 @@ import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import make_backend, stages, torch_arguments, verifiers
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_source import KernelSource
-from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
+from kdacore_cuda import choice, make_backend, verifiers
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.forms.stages.kernels import intra_kernel, recompute_kernel
+from kdacore_cuda.runtime import torch_arguments
 from kdacore_reference import oracle_stages as exact
 
 MIXED = [0, 1, 17, 64, 15, 0, 70, 33]
@@ -82,7 +83,7 @@ def test_saturated_decays(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, lowest: float, hopper: bool
 ) -> None:
     """A sum of log decays may end at the lowest float32, in some channels and from any token on."""
-    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: hopper)
+    monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: hopper)
     K = 128 if hopper else 64
     x = Drawn(70, K=K, V=K)
     for channel, first in enumerate((0, 1, 3, 15, 16, 33, 63)):
@@ -122,7 +123,7 @@ def test_later_rows_change_no_bit_of_earlier_ones(emulated: list[str], t: int, g
 @pytest.mark.parametrize("hopper", [False, True])
 def test_rows_behind_a_pack(emulated: list[str], monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
     """They are not read and not written; the others' bits are those of a pack without them."""
-    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: hopper)
+    monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: hopper)
     K = 128 if hopper else 64
     lengths = [70, 0, 3, 0]
     long, short = Drawn(lengths=[*lengths, 90], K=K, V=K), Drawn(lengths=lengths, K=K, V=K)

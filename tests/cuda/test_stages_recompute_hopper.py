@@ -11,17 +11,18 @@ from cuda_calls import O_BOUND, error
 from stages_calls import Drawn, recompute, stage_request
 
 from kdacore.types import RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import stages, torch_launch
-from kdacore_cuda.compiler import compile_kernel
-from kdacore_cuda.kernel_parameters import RECOMPUTE
-from kdacore_cuda.plan_cache import PlanCache
-from kdacore_cuda.stages_kernels import (
+from kdacore_cuda import choice
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.choice import has_hopper_recompute
+from kdacore_cuda.forms.stages import sizes
+from kdacore_cuda.forms.stages.kernels import (
     RecomputeGrid,
-    has_hopper_recompute,
     hopper_recompute_kernel,
     hopper_recompute_shared_bytes,
     recompute_grid,
 )
+from kdacore_cuda.kernel_parameters import RECOMPUTE
+from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference import oracle_stages as exact
 
 MULTIPROCESSORS = 3
@@ -42,7 +43,7 @@ queries = pytest.mark.parametrize("with_q", [False, True], ids=["", "with q"])
 @pytest.fixture(autouse=True)
 def few_multiprocessors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: MULTIPROCESSORS)
-    monkeypatch.setattr(stages, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
@@ -52,9 +53,8 @@ def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
             whole, 2 * items - whole, hopper_recompute_shared_bytes(1 if whole else 2), items // 2, items // 3
         )
 
-    monkeypatch.setattr(stages, "has_hopper_recompute", lambda *call: whole_fraction is not None)
-    monkeypatch.setattr(stages, "recompute_grid", fixed)
-    monkeypatch.setattr(stages, "plan_of", PlanCache(stages._make_plan))
+    monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: whole_fraction is not None)
+    monkeypatch.setattr(sizes, "recompute_grid", fixed)
 
 
 def draw(**shape: Any) -> Drawn:
@@ -127,8 +127,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(recompute_grid(items, multiprocessors, empty, with_q))
         return seen[-1]
 
-    monkeypatch.setattr(stages, "recompute_grid", noted)
-    monkeypatch.setattr(stages, "plan_of", PlanCache(stages._make_plan))
+    monkeypatch.setattr(sizes, "recompute_grid", noted)
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)

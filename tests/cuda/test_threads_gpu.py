@@ -12,7 +12,7 @@ from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads
-from kdacore_cuda import chunk_backward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
 
 pytestmark = pytest.mark.gpu
 

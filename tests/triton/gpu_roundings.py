@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kdacore.types import Request
 from kdacore_triton import chunk_backward_plan, chunk_forward, chunk_forward_plan
-from kdacore_triton.kernel_options import EXACT_KEYS
+from kdacore_triton.chunk_forward_choice import EXACT_KEYS
 
 Array = NDArray[Any]
 

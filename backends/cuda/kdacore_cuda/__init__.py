@@ -103,7 +103,7 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
 
 _COMMON = (
     _verifier("known_sizes"),
-    _lazy("xla_interface", "known_version"),
+    _lazy("jax.xla_interface", "known_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("head_dims"),
@@ -113,7 +113,7 @@ _COMMON = (
 )
 
 _STAGE = (
-    _lazy("xla_interface", "known_version"),
+    _lazy("jax.xla_interface", "known_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("stage_head_dims"),
@@ -127,8 +127,9 @@ _STAGE = (
 
 def _stage(function: str, *features: str) -> OpImpl:
     return OpImpl(
-        forward=_by_kind(_lazy("stages", function), _lazy("jax_stages", function)),
+        forward=_by_kind(_lazy("forms.stages.forward", function), _lazy("jax.stages", function)),
         serves=frozenset({"grouped_value_heads", "packed", *features}),
+        form=_lazy("forms.explain", "form"),
         verifiers=_STAGE,
         verified_archs=VERIFIED,
         batch_invariant=True,
@@ -138,8 +139,8 @@ def _stage(function: str, *features: str) -> OpImpl:
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
     chunk = OpImpl(
-        forward=_by_kind(_lazy("chunk_forward", "forward"), _lazy("jax_chunk", "forward")),
-        backward=_by_kind(_lazy("chunk_backward", "backward"), _lazy("jax_chunk", "backward")),
+        forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.chunk", "forward")),
+        backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.chunk", "backward")),
         serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
         verifiers=(
             *_COMMON,
@@ -147,17 +148,19 @@ def make_backend() -> Backend:
             _verifier("sequence_length"),
             _verifier("gradients"),
         ),
-        fast_path=_lazy("chunk_forward_fast_path", "make_fast_call"),
-        fast_gradients=_lazy("chunk_backward_fast_path", "make_fast_gradients"),
-        slices=_lazy("slices", "slice_functions"),
+        fast_path=_lazy("forms.chunk_forward_fast_path", "make_fast_call"),
+        fast_gradients=_lazy("forms.backward.fast_path", "make_fast_gradients"),
+        slices=_lazy("forms.slices.functions", "slice_functions"),
+        form=_lazy("forms.explain", "form"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )
     recurrent = OpImpl(
-        forward=_by_kind(_lazy("recurrent", "forward"), _lazy("jax_recurrent", "forward")),
+        forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.recurrent", "forward")),
         serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
-        fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
+        fast_path=_lazy("forms.recurrent.fast_path", "make_fast_call"),
+        form=_lazy("forms.explain", "form"),
         verified_archs=VERIFIED,
         batch_invariant=True,
     )

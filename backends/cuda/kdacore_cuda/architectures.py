@@ -25,6 +25,11 @@ HEAD_DIMS = (64, 128)
 """Values of K and V that kernels are compiled for."""
 
 
+def has_hopper_kernel(K: int, arch: str) -> bool:
+    """Whether Hopper's own kernels of ``chunk_kda`` serve this head dim on a real architecture."""
+    return arch == HOPPER and K == 128
+
+
 def build_arch(arch: str) -> str:
     """The architecture to compile for, given a device's: ``sm_90`` -> ``sm_90a``; others
     unchanged."""

@@ -181,7 +181,7 @@ RECOMPUTE = ParamStruct(
     ),
 )
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``,
-``kept``: see :class:`kdacore_cuda.stages_kernels.RecomputeGrid`; 0 where it does not apply."""
+``kept``: see :class:`kdacore_cuda.forms.stages.kernels.RecomputeGrid`; 0 where it does not apply."""
 
 CHUNK_BACKWARD = ParamStruct(
     "ChunkBackwardParams",
@@ -208,7 +208,7 @@ CHUNK_BACKWARD = ParamStruct(
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
 workspace (``kg`` to ``dr``). ``d_o`` ``[B, T, HV, V]`` and all gradients are contiguous. ``units``: chunk slots times
 HV; ``NT``: chunks of a dense sequence. ``hv_factor`` to ``chunks_shift``: to divide by HV and NT, see
-:mod:`kdacore_cuda.fast_division`. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
+:mod:`kdacore_cuda.request_encoding`. ``floor``: the lowest log2 decay of a step; ``centre``: an integer near half of
 the sum of 32 such steps. ``dA_part`` is float32 ``[units]``, ``dbias_part`` float32 ``[units, K]``, both times
 :data:`SUM_SCALE`. ``maps``, ``starts``, ``ends``: see csrc/sm90/chunk_backward/segments.cuh; ``segment`` to
 ``segments``: see :data:`SEGMENTS`. ``ready`` and ``launch``: see :data:`WALK`."""
@@ -363,6 +363,8 @@ launch that chains segments lets the next one begin, which loads operands on mul
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+ITEM_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by the name of its dtype."""
 
 
 STEP_TOKENS, SEQUENCE_OVERHEAD_STEPS = 32, 2

@@ -78,3 +78,12 @@ def items_for_choice(request: Request) -> int:
     Where a sequence's bits must not depend on others, every call is computed as one of many.
     """
     return MANY if request.batch_invariant else request.N * request.HV
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """A division as kernels do it, by a multiplication and a shift (csrc/common/fast_division.cuh).
+
+    ``factor, shift`` with ``n // divisor == n * factor >> shift`` for ``0 <= n < 2**31``;
+    ``factor < 2**32``, ``shift >= 31``."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift

@@ -59,6 +59,7 @@ def _op(
     backward: Callable[..., Any] | None = None,
     fast_path: Callable[..., Any] | None = None,
     slices: Callable[..., Any] | None = None,
+    form: Callable[..., Any] | None = None,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
@@ -69,6 +70,7 @@ def _op(
         batch_invariant=True,
         fast_path=fast_path,
         slices=slices,
+        form=form,
     )
 
 
@@ -82,6 +84,7 @@ def make_backend() -> Backend:
         serves=WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
         backward=chunk_backward,
         slices=_lazy("slices", "slice_functions"),
+        form=_lazy("chunk_forward_choice", "form"),
     )
     recurrent = _op(
         _lazy("recurrent", "forward"),

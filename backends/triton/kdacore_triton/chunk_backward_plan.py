@@ -17,8 +17,9 @@ import torch
 from kdacore.ops import OPS
 from kdacore.types import Request
 
+from .chunk_forward_choice import EXACT_KEYS
 from .gate_families import GATES, has_usable_bound
-from .kernel_options import EXACT_KEYS, full_precision, has_narrow_operands, on_nvidia
+from .kernel_options import full_precision, has_narrow_operands, on_nvidia
 from .launch import next_power_of_2
 
 LOG2E = math.log2(math.e)

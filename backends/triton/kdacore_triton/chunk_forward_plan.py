@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import Request
-from kdacore_triton import configs
+from kdacore_triton.chunk_forward_choice import config_of, keeps_float16, segment_of
 from kdacore_triton.fixed_launch import FixedLaunch, PlanCache
 from kdacore_triton.gate_families import FAMILIES, GATES, gate_family
 from kdacore_triton.kernel_options import INTERPRETING, full_precision, has_narrow_operands, on_nvidia
@@ -26,9 +26,6 @@ from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 
 MAX_BOUNDED_ROWS = 32
 """The most rows that one constant exponent offset covers at MIN_BOUND."""
-
-MAX_SEGMENTED = 128
-"""The widest head whose segment map fits shared memory."""
 
 SLICE_SEGMENT = 2048
 """Tokens of a segment of a slice that continues on other ranks, where a whole call would have none."""
@@ -88,11 +85,8 @@ class ChunkForwardPlan:
     def __init__(self, r: Request) -> None:
         self.request = r
         self.family = gate_family(r)
-        half = has_narrow_operands(r) and not _keeps_float16(r)
-        heads, T = (configs.MANY, configs.MANY) if r.batch_invariant else (r.N * r.HV, r.T)
-        self.config = config = configs.get(
-            "chunk_forward", r.device.arch, gate=self.family, K=r.K, V=r.V, half=half, heads=heads, T=T
-        )
+        half = has_narrow_operands(r) and not keeps_float16(r)
+        self.config = config = config_of(r, INTERPRETING)
         C: int = min(config["C"], MAX_BOUNDED_ROWS) if self.family == "bounded" else config["C"]
         BK, BV = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
         NT = cdiv(r.T, C)
@@ -144,7 +138,7 @@ class ChunkForwardPlan:
 
     def slice_launches(self) -> StateLaunches:
         """The launches of a slice that continues on other ranks: always in segments. K is at most
-        :data:`MAX_SEGMENTED`."""
+        :data:`kdacore_triton.chunk_forward_choice.MAX_SEGMENTED`."""
         return self._state_launches(NO_POOL, of_slice=True)
 
     def _state_launches(self, strides: PoolStrides, of_slice: bool = False) -> StateLaunches:
@@ -157,8 +151,7 @@ class ChunkForwardPlan:
             **columns, "BV": block, "C": C, "SCALAR": r.scalar_gate, "DOT": self.dots["DOT"],
             "STAGES": config["scan_stages"],
         }  # fmt: skip
-        # The number of segments may depend on T, but not where they start.
-        segment = config["segment"] if BK <= MAX_SEGMENTED and config["segment"] < r.T else 0
+        segment = segment_of(r, config)
         if of_slice:
             segment = config["segment"] or SLICE_SEGMENT
         NS = cdiv(r.T, segment) if segment else 1
@@ -269,15 +262,6 @@ def _state_strides(r: Request, states: torch.Tensor | None) -> tuple[int, int, i
 def exponent_offset(bound: float, rows: int) -> float:
     """Half of ``rows`` steps at the bound, in log2, rounded so that scaling by it is exact."""
     return float(math.ceil(rows / 2 * -bound * _LOG2E))
-
-
-def _keeps_float16(r: Request) -> bool:
-    """Do the products of a call with 16-bit inputs take tf32 operands, which have float16's bits and float32's range?
-
-    With one gate a head and float16. Slow gates and keys that are nearly parallel gave final states with errors of
-    5e-3 to 6e-3 with bfloat16 operands, where flash-linear-attention, whose operands are float16, promises 5e-3.
-    """
-    return r.dtype == "float16" and r.scalar_gate
 
 
 def dot_precision(r: Request, half: bool) -> dict[str, Any]:

@@ -8,17 +8,10 @@ import torch
 from triton import knobs
 
 from kdacore.types import Request
+from kdacore_triton import chunk_forward_choice
 
 INTERPRETING = bool(knobs.runtime.interpret)
 """Do kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was first imported)?"""
-
-EXACT_KEYS = 32
-"""Up to this many channels of k, 16-bit inputs take tf32 operands.
-
-bfloat16 operands (the inverse, u, v' and the decayed keys) give an error of 2.9e-3 in the state on average, whatever
-the head dims. Over a few hundred elements it varies beyond the contract's 3.3e-3. Many roundings contribute, none of
-them most; tiles this small cost little in float32.
-"""
 
 
 def on_nvidia(request: Request) -> bool:
@@ -28,7 +21,7 @@ def on_nvidia(request: Request) -> bool:
 
 def has_narrow_operands(request: Request) -> bool:
     """Do matrix products take bfloat16 operands? For 16-bit inputs of more than a few channels, on a GPU."""
-    return request.dtype != "float32" and request.K > EXACT_KEYS and not INTERPRETING
+    return chunk_forward_choice.has_narrow_operands(request, INTERPRETING)
 
 
 def full_precision(request: Request) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kdacore.types import Request, SliceFunctions
 from kdacore_triton import chunk_backward_slices, chunk_forward_slices
-from kdacore_triton.chunk_forward_plan import MAX_SEGMENTED
+from kdacore_triton.chunk_forward_choice import MAX_SEGMENTED
 
 _FUNCTIONS = SliceFunctions(
     chunk_forward_slices.begin,

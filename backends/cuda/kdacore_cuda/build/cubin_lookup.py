@@ -1,0 +1,36 @@
+"""The cubin of a kernel: packaged with the wheel, else cached on disk, else compiled now."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
+from kdacore_cuda.build.disk_cache import DiskCache
+from kdacore_cuda.build.kernel_source import KernelSource, source_key
+from kdacore_cuda.build.packaged_cubins import find_packaged
+
+
+def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = None) -> bytes:
+    """The cubin of ``kernel`` for the real architecture ``arch``.
+
+    Args:
+        kernel: what to load.
+        arch: for example ``sm_90a``.
+        disk: the cache to use; None: the user's.
+
+    Raises:
+        BackendBuildError: it is neither packaged nor cached, and NVRTC is missing or reports an
+            error.
+    """
+    key = source_key(kernel, arch)
+    packaged = find_packaged(kernel, arch, key)
+    if packaged is not None:
+        return packaged
+    disk = DiskCache() if disk is None else disk
+    entry = hashlib.sha256(f"{key} nvrtc {nvrtc_version()}".encode()).hexdigest()
+    cached = disk.get(entry)
+    if cached is not None:
+        return cached
+    cubin = compile_kernel(kernel, arch).cubin
+    disk.put(entry, cubin)
+    return cubin

@@ -1,0 +1,99 @@
+"""A kernel before it is compiled: source file, macros, headers, compiler options, and the key of
+all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kdacore import config
+from kdacore_cuda.kernel_parameters import generated_headers
+
+CSRC = Path(__file__).parent.parent / "csrc"
+EVERY_LANE = "KDACORE_CUDA_EVERY_LANE"
+"""Environment variable; 1: every lane arrives at barriers, which compute-sanitizer's racecheck
+needs."""
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_BASE_OPTIONS = (
+    "-std=c++17",
+    "-default-device",
+    "--ptxas-options=-v",
+)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A source file to compile with these macros into one cubin.
+
+    Args:
+        path: the file, relative to ``csrc``.
+        entry: the name of its only kernel.
+        defines: macros and their values.
+    """
+
+    path: str
+    entry: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A readable identity, for example ``sums-THREADS512``: the file's stem and every macro."""
+        parts = [Path(self.path).stem, *(f"{key}{value}" for key, value in self.defines)]
+        return "-".join(parts)
+
+    def read(self) -> str:
+        """The text of the source file. OSError when it is missing."""
+        return (CSRC / self.path).read_text()
+
+
+def gather_headers(source: str) -> dict[str, str]:
+    """Every header that the text ``source`` includes, directly or not: include name -> text.
+
+    Names are relative to ``csrc``; headers named ``generated/...`` come from
+    :func:`kdacore_cuda.kernel_parameters.generated_headers`. OSError when a header is missing.
+    """
+    generated = generated_headers()
+    found: dict[str, str] = {}
+    waiting = _INCLUDE.findall(source)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        text = generated.get(name)
+        if text is None:
+            text = (CSRC / name).read_text()
+        found[name] = text
+        waiting += _INCLUDE.findall(text)
+    return dict(sorted(found.items()))
+
+
+def nvrtc_options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
+    """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``); ValueError for a virtual
+    one."""
+    if not arch.startswith("sm_"):
+        raise ValueError(f"arch must be sm_*, got {arch!r}")
+    defines = dict(kernel.defines)
+    if config.get().cuda_every_lane:
+        defines["EVERY_LANE"] = 1
+    return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in defines.items()))
+
+
+def source_key(kernel: KernelSource, arch: str) -> str:
+    """sha256 (hex) of everything that determines the cubin except the compiler's version: source,
+    headers, macros, options, architecture. OSError when a source file is missing; ValueError for a
+    virtual architecture."""
+    source = kernel.read()
+    digest = hashlib.sha256()
+    parts = (kernel.path, source, *_names_and_texts(gather_headers(source)), *nvrtc_options(kernel, arch))
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _names_and_texts(headers: Mapping[str, str]) -> Iterable[str]:
+    for name, text in headers.items():
+        yield name
+        yield text

@@ -1,0 +1,97 @@
+"""Compiling the packaged cubins: what ``kdacore build`` does."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kdacore_cuda.architectures import PACKAGED_ARCHS
+from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
+from kdacore_cuda.build.kernel_source import KernelSource, source_key
+from kdacore_cuda.build.packaged_cubins import (
+    FOLDER,
+    Row,
+    file_name,
+    is_cubin_file,
+    load_row,
+    read_manifest,
+    row_arch,
+    row_name,
+    write_manifest,
+)
+from kdacore_cuda.forms.packaged_kernels import packaged_kernels
+
+
+def build_all(
+    archs: Iterable[str] = PACKAGED_ARCHS,
+    folder: Path = FOLDER,
+    report: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Compile every packaged kernel for ``archs`` into ``folder``. Needs no GPU.
+
+    Kernels that do not exist for an architecture are left out of it. Cubins whose sources are
+    unchanged are kept, and so are the manifest's rows for other architectures.
+
+    Args:
+        archs: real architectures, for example ``("sm_90a", "sm_100f")``.
+        folder: where cubins and ``manifest.json`` go. Cubin files that the new manifest does not
+            name are removed.
+        report: called with one line per kernel.
+
+    Returns:
+        The cubins of ``archs``, in the order of
+        :func:`kdacore_cuda.forms.packaged_kernels.packaged_kernels`.
+
+    Raises:
+        BackendBuildError: with the compiler's log; the manifest and its files are then unchanged.
+        OSError: the folder cannot be written.
+    """
+    archs = tuple(archs)
+    _check_writable(folder)
+    before, rows = read_manifest(folder), {}
+    for arch in archs:
+        for kernel in packaged_kernels(arch):
+            name = row_name(kernel, arch)
+            rows[name], size, kept = _build(kernel, arch, before.get(name), folder)
+            if report is not None:
+                report(f"{name}: {size} bytes{', unchanged' if kept else ''}")
+    other_archs = {name: row for name, row in before.items() if row_arch(name) not in archs}
+    write_manifest(folder, other_archs | rows)
+    _remove_unnamed(folder, other_archs | rows)
+    return [folder / row["file"] for row in rows.values()]
+
+
+def _check_writable(folder: Path) -> None:
+    """OSError now rather than after minutes of compiling."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _build(kernel: KernelSource, arch: str, before: Row | None, folder: Path) -> tuple[Row, int, bool]:
+    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before``
+    was kept."""
+    key = source_key(kernel, arch)
+    cubin = load_row(before, key, folder)
+    if before is not None and cubin is not None and "spills" in before:
+        return before, len(cubin), True
+    built = compile_kernel(kernel, arch)
+    row = {
+        "file": file_name(built.cubin),
+        "source": key,
+        "sha256": hashlib.sha256(built.cubin).hexdigest(),
+        "nvrtc": nvrtc_version(),
+        **built.usage()._asdict(),
+    }
+    (folder / row["file"]).write_bytes(built.cubin)
+    return row, len(built.cubin), False
+
+
+def _remove_unnamed(folder: Path, rows: dict[str, Row]) -> None:
+    """Remove the cubin files that no row names."""
+    named = {row["file"] for row in rows.values()}
+    for path in folder.glob("*.cubin"):
+        if is_cubin_file(path) and path.name not in named:
+            path.unlink()

@@ -1,0 +1,407 @@
+"""Which form serves a call, and the numbers that decide: the one place where that is chosen.
+
+:func:`choose` is a pure function of a request and of a device's figures. Launch code, ``explain`` and tests read
+its answer through :mod:`kdacore_cuda.forms.chosen`. Kernels of one form that differ in their blocks only, and give
+the same bits, are chosen by that form's ``sizes`` and ``kernels``.
+
+No rule of the chunk forms reads the number of tokens where that would change bits: appending tokens would then
+change the results of those before. All rules count *items*, sequences times value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from kdacore.types import Request
+from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
+from kdacore_cuda.kernel_parameters import STEP_TOKENS
+from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
+
+ClustersAtOnce = Callable[[int], int]
+"""Given a cluster's number of blocks: how many such clusters are resident on the GPU at once; 0 if unknown."""
+
+
+class Figures(NamedTuple):
+    """What a choice reads of the device."""
+
+    arch: str
+    """The real architecture whose machine code runs there, such as ``sm_90a``."""
+    multiprocessors: int
+    clusters_at_once: ClustersAtOnce
+    """Of the fused kernel for the call. Called only where that decides: it loads the kernel."""
+    memory_rate: Callable[[], float]
+    """Gives the bytes a second that the memory delivers. Called only where that decides."""
+
+
+class Clusters(NamedTuple):
+    """How the fused form divides a call among clusters of blocks."""
+
+    size: int
+    """Blocks that share an item."""
+    resident: int
+    """Clusters that divide all items evenly among themselves; 0: each item has a cluster of its own."""
+    preparing: int
+    """Clusters whose blocks prepare steps for the others; the same bits."""
+    many_short: bool
+    """The kernel for many short sequences; the same bits."""
+
+
+class RecurrentMode(IntEnum):
+    """Which calls a kernel serves. All modes do the same arithmetic, bit for bit."""
+
+    GENERAL = 0
+    """Every call."""
+    CONTIGUOUS = 1
+    """bfloat16 q, k and v, no float16, one gate per channel, contiguous token arrays of fewer than
+    2**31 elements, not packed, rows of states on 16 bytes."""
+    ONE_TOKEN = 2
+    """As CONTIGUOUS, with one token per sequence, bfloat16 g and beta, float32 dt_bias, and one
+    pool row per sequence."""
+    ONE_TOKEN_HEAD_GATE = 3
+    """As ONE_TOKEN, with one gate per head, and g, beta and dt_bias of float32 or bfloat16."""
+
+
+class Choice(NamedTuple):
+    """What serves a call."""
+
+    form: str
+    """A folder of :mod:`kdacore_cuda.forms`."""
+    why: str
+    """The numbers that decided."""
+    clusters: Clusters | None = None
+    """Of the fused form."""
+    saves: str = ""
+    """What the forward saves for the backward: ``operands`` (what it would recompute), ``maps`` (of segments, if a
+    sequence has several), or nothing."""
+    backward_in_segments: bool = False
+    """A backward for which nothing was saved walks segments of a sequence side by side, else one chain per item."""
+    mode: RecurrentMode = RecurrentMode.GENERAL
+    """Of the recurrent form: the kernel for contiguous arrays."""
+    own_recompute: bool = False
+    """Of the stages: Hopper's own kernel of ``kda_recompute_w_u``."""
+
+
+def choose(request: Request, device: Figures) -> Choice:
+    """What serves a request on a device with these figures."""
+    if request.op == "chunk_kda":
+        return _choose_chunk(request, device)
+    if request.op in ("kda_chunk_intra", "kda_recompute_w_u"):
+        return _choose_stage(request, device)
+    mode = recurrent_mode(request)
+    return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
+
+
+# --- chunk_kda ----------------------------------------------------------------------------------------------------
+
+
+def _choose_chunk(r: Request, device: Figures) -> Choice:
+    items, multiprocessors, bounded = items_for_choice(r), device.multiprocessors, has_bounded_gate(r)
+    amount = amount_of(r)
+    cut = use_segments_backward(items, multiprocessors)
+    if saves_operands(r, multiprocessors):
+        return Choice("kept", f"disable_recompute, {amount}", None, "operands", cut)
+    if not has_hopper_kernel(r.K, device.arch):
+        clusters = choose_clusters(r, device)
+        return Choice("fused", f"{amount}, portable kernel for {device.arch}, K={r.K}", clusters, "", cut)
+    on = f"on {multiprocessors} multiprocessors"
+    if dataflow_serves(r) and use_dataflow(items, bounded, multiprocessors):
+        least, most = dataflow_range(multiprocessors)
+        return Choice("dataflow", f"{amount} ({least} to {most} {on})", None, "", cut)
+    most = most_in_segments(bounded, multiprocessors)
+    if use_segments(items, bounded, multiprocessors, device.memory_rate):
+        if items > most:
+            most = most_in_segments(bounded, multiprocessors, fast_memory=True)
+        saves = "maps" if saves_maps(r, multiprocessors) else ""
+        return Choice("segments", f"{amount} (up to {most} {on})", None, saves, cut)
+    return Choice("fused", f"{amount} (segments: up to {most} {on})", choose_clusters(r, device), "", cut)
+
+
+def amount_of(r: Request) -> str:
+    """Sequences and value heads, in words."""
+    heads = f"{r.HV} head{'s' if r.HV != 1 else ''}"
+    if r.N != 1:
+        heads = f"{r.N} sequences of {heads}"
+    return f"{heads}, computed as among many (batch_invariant)" if r.batch_invariant else heads
+
+
+_CYCLES_PER_CHUNK_IN_SEGMENTS = {True: 23_500, False: 23_800}
+"""By whether gates are bounded: cycles of one multiprocessor for 64 tokens of one value head in segments, all
+launches together. With a bounded gate 8192 tokens take a tenth less, but with more than 17 heads other lengths are
+slower than in the fused kernel (H100, 20 heads: 3072 tokens 108 us and 94, 16384 tokens 475 us and 418)."""
+_CYCLES_WITH_FAST_MEMORY, _FAST_MEMORY = 18_500, 4e12
+"""The same with a bounded gate and more than 16 heads, which the bytes limit, where the memory delivers so many bytes a
+second or more: an H200, not an H100."""
+_CYCLES_PER_FUSED_STEP = {True: 1_570, False: 2_040}
+"""Cycles of a step of 32 tokens of the fused kernel with clusters of four, for 20 heads."""
+
+
+def most_in_segments(bounded: bool, multiprocessors: int, fast_memory: bool = False) -> int:
+    """The most items for which segments are faster than the fused kernel."""
+    cycles = _CYCLES_WITH_FAST_MEMORY if fast_memory else _CYCLES_PER_CHUNK_IN_SEGMENTS[bounded]
+    return 2 * _CYCLES_PER_FUSED_STEP[bounded] * multiprocessors // cycles
+
+
+def use_segments(items: int, bounded: bool, multiprocessors: int, memory_rate: Callable[[], float]) -> bool:
+    """Whether ``items`` are few enough for segments to be faster than the fused kernel.
+
+    In segments every multiprocessor is used, so the time is the total work divided by their number.
+    The fused kernel takes its steps one after another even on an idle device. Both times grow with
+    the tokens.
+
+    Args:
+        items: sequences times value heads.
+        bounded: whether the gate is.
+        multiprocessors: of the device.
+        memory_rate: gives the bytes a second that the memory delivers.
+    """
+    if items <= most_in_segments(bounded, multiprocessors):
+        return True
+    if not bounded or items > most_in_segments(bounded, multiprocessors, fast_memory=True):
+        return False
+    return memory_rate() >= _FAST_MEMORY
+
+
+def dataflow_serves(request: Request) -> bool:
+    """Whether the kernels of the dataflow form have what a request asks for: no pack, no rows of a pool, states
+    neither in place nor masked, no checkpoints at chosen tokens."""
+    r = request
+    return not (
+        r.packed
+        or r.inplace_state
+        or r.state_indices_ndim
+        or r.checkpoint_count
+        or r.has("has_initial_state")
+    )
+
+
+_LEAST_PART, _LARGEST_PART = 15.5 / 132, 22.5 / 132
+"""Of the multiprocessors: with fewer items segments are as fast, with more clusters of four for which others prepare
+(:func:`preparing_clusters`)."""
+
+
+def dataflow_range(multiprocessors: int) -> tuple[int, int]:
+    """The fewest and the most items that the dataflow form serves."""
+    return int(_LEAST_PART * multiprocessors) + 1, int(_LARGEST_PART * multiprocessors)
+
+
+def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:
+    """Whether ``items`` are served by two launches side by side.
+
+    If gates are bounded, segments or the fused kernel with clusters of four are faster for every number of
+    items, or as fast.
+    """
+    least, most = dataflow_range(multiprocessors)
+    return not bounded and least <= items <= most
+
+
+# --- what a forward saves, and the backward -----------------------------------------------------------------------
+
+
+def saves_operands(r: Request, multiprocessors: int) -> bool:
+    """Whether a forward saves what its backward would recompute.
+
+    Not with so few heads that the backward is cut in segments, which makes its states in another order; not where
+    the forward also gives checkpoints, or works on pools of states. The number of tokens does not matter, as long
+    as there are any.
+    """
+    if not (r.disable_recompute and r.needs_grad and r.kind == "torch" and not r.traced):
+        return False
+    if r.checkpoint_every or r.checkpoint_count or r.pool_size or r.inplace_state or r.has("out"):
+        return False
+    return bool(r.B * r.T) and not use_segments_backward(items_for_choice(r), multiprocessors)
+
+
+def saves_maps(r: Request, multiprocessors: int) -> bool:
+    """Whether a forward in segments, of which a sequence has several, saves their maps and starting states."""
+    if not r.needs_grad or r.kind != "torch" or r.traced:
+        return False
+    return use_saved_maps(items_for_choice(r), multiprocessors)
+
+
+def use_saved_maps(items: int, multiprocessors: int) -> bool:
+    """Whether ``items`` are few enough for a backward in segments whose maps are saved to be faster than one chain
+    per item.
+
+    Of what a backward in segments takes more than such a chain, the maps are most.
+    """
+    return 8 * items <= multiprocessors
+
+
+def use_segments_backward(items: int, multiprocessors: int) -> bool:
+    """Whether ``items`` are few enough for a backward in segments to be faster than one chain per item.
+
+    A chunk of all heads takes 1.35 us in one chain per head, and 0.1 us for each head in segments
+    (132 multiprocessors, 65536 tokens).
+    """
+    return 11 * items <= multiprocessors
+
+
+# --- slices of a row that ranks share -----------------------------------------------------------------------------
+
+
+def finishes_as_whole(items: int, packed: bool, multiprocessors: int) -> bool:
+    """Whether the results of a slice come from a call of its own, not from segments.
+
+    So it is for packs of many sequences: such a call takes half the time of segments (0.6 ns a token and head), and
+    the one sequence that goes on behind the slice is then likely to be a small part of it. Of few long sequences the
+    call would be one chain after another.
+    """
+    return packed and items >= 4 * multiprocessors
+
+
+# --- clusters of the fused form -----------------------------------------------------------------------------------
+
+SCANNERS = 2
+"""Blocks of a cluster that scan, in the kernel of Hopper. Clusters of that many have no others."""
+_LONG = 1024
+"""Tokens of a sequence from which on clusters of four pay that share more items than there are clusters."""
+_LEAST_PREPARED_PART = {True: 23.5 / 132, False: 22.5 / 132}
+"""By whether gates are bounded: items that others prepare for, at least, as part of the multiprocessors. With
+fewer, clusters of four do not wait for what those prepare (bounded), or other forms are faster (unbounded)."""
+SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
+"""Tokens of a short sequence, at most; items of a cluster, at least, where many short sequences have a kernel of
+their own, since uneven parts cost little there."""
+
+
+def choose_clusters(r: Request, device: Figures) -> Clusters:
+    """How the fused form divides a call."""
+    arch, multiprocessors, at_once = device.arch, device.multiprocessors, device.clusters_at_once
+    items, hopper = r.N * r.HV, has_hopper_kernel(r.K, arch)
+    # On Hopper clusters of every size give the same bits.
+    chosen_by = items if hopper else items_for_choice(r)
+    size = cluster_size(r.K, chosen_by, r.B * r.T // max(r.N, 1), multiprocessors, arch, at_once)
+    resident = resident_clusters(r.K, size, items, multiprocessors, arch, at_once)
+    looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
+    many_short = hopper and not looks_up and are_many_short(r.T, items, size, resident)
+    preparing = 0
+    # Those and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
+    if hopper and not (resident or r.packed or r.has("state_indices")):
+        bounded = has_bounded_gate(r)
+        preparing = preparing_clusters(items, r.T, size, bounded, multiprocessors, at_once)
+    return Clusters(size, resident, preparing, many_short)
+
+
+def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
+    """Cluster sizes the kernels are compiled with. At K = 64 one block carries the whole state;
+    sharing was slower."""
+    if K == 64 or arch not in CLUSTER_ARCHS:
+        return (1,)
+    return (2, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
+
+
+def _unknown(cluster: int) -> int:
+    return 0
+
+
+def cluster_size(
+    K: int, items: int, tokens: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
+) -> int:
+    """Blocks that share an item.
+
+    A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
+    idle. On Hopper clusters of four still pay where they share up to a third more items than run at
+    once, if sequences are long. Both sizes give the same bits there, so tokens may decide.
+
+    Args:
+        K: head dim.
+        items: sequences times value heads.
+        tokens: of a sequence, on average.
+        multiprocessors: of the device.
+        arch: the real architecture.
+        at_once: as the driver says. By shapes and multiprocessors where it does not.
+    """
+    sizes = cluster_sizes(K, arch)
+    if has_hopper_kernel(K, arch):
+        if 3 * items > multiprocessors:  # more than a third above whatever the driver would say
+            return 2
+        together = at_once(4) or formula_at_once(4, multiprocessors)
+        return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
+    reached = {c: multiprocessors if c <= 2 else multiprocessors * 9 // 11 for c in sizes}
+    return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
+
+
+def formula_at_once(cluster: int, multiprocessors: int) -> int:
+    """How many clusters run at once, for plans without a device whose driver could be asked. A cluster lies within one
+    of the parts that a device is made of, so clusters of four leave some multiprocessors out: of an H200's 132 they
+    have 120. Other devices with as many multiprocessors may differ."""
+    return multiprocessors * 10 // 44 if cluster == 4 else multiprocessors // cluster
+
+
+def resident_clusters(
+    K: int, cluster: int, items: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
+) -> int:
+    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster
+    of its own.
+
+    As many as run at once, where there are more items than that and the kernel can cut an item in
+    two.
+    """
+    if not has_hopper_kernel(K, arch):
+        return 0
+    together = at_once(cluster) or formula_at_once(cluster, multiprocessors)
+    return together if items > together else 0
+
+
+def preparing_clusters(
+    items: int,
+    tokens: int,
+    cluster: int,
+    bounded: bool,
+    multiprocessors: int,
+    at_once: ClustersAtOnce = _unknown,
+) -> int:
+    """Clusters of blocks that prepare steps of ``items`` of ``tokens`` tokens: each block every third step of one of
+    them. 0 where nobody does; the same bits.
+
+    These clusters and those that wait for them all run at once.
+    """
+    preparing = -(-items // 4)
+    if cluster < 4 or tokens < _LONG or items < _LEAST_PREPARED_PART[bounded] * multiprocessors:
+        return 0
+    together = at_once(4) or formula_at_once(4, multiprocessors)
+    return preparing if items + preparing <= together else 0
+
+
+def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:
+    """Whether ``clusters`` have a faster kernel for ``items`` of ``T`` tokens: the same bits."""
+    return cluster == SCANNERS and 0 < SHORT_ITEMS * clusters <= items and T <= SHORT_TOKENS
+
+
+# --- the recurrent ops and the stages -----------------------------------------------------------------------------
+
+_MODES = {
+    RecurrentMode.GENERAL: "the kernel for every call",
+    RecurrentMode.CONTIGUOUS: "the kernel for contiguous bfloat16",
+    RecurrentMode.ONE_TOKEN: "the kernel for one token a sequence",
+    RecurrentMode.ONE_TOKEN_HEAD_GATE: "the kernel for one token a sequence and a gate per head",
+}
+
+
+def recurrent_mode(r: Request) -> RecurrentMode:
+    """The most specialised kernel that serves the call if its arrays are contiguous."""
+    types = {name: r.spec(name).dtype for name in ("v", "g", "beta", "dt_bias") if r.has(name)}
+    no_float16 = r.dtype == "bfloat16" and "float16" not in types.values()
+    if not no_float16 or r.packed or r.B * r.T * r.HV * r.K >= 2**31:
+        return RecurrentMode.GENERAL
+    one_token = r.T == 1 and r.state_indices_ndim == 1
+    if r.scalar_gate:
+        return RecurrentMode.ONE_TOKEN_HEAD_GATE if one_token else RecurrentMode.GENERAL
+    usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
+    return RecurrentMode.ONE_TOKEN if one_token and usual_types else RecurrentMode.CONTIGUOUS
+
+
+def _choose_stage(r: Request, device: Figures) -> Choice:
+    recomputes = r.op == "kda_recompute_w_u"
+    own = recomputes and has_hopper_recompute(r.K, r.V, device.arch)
+    head_dims = f"K={r.K}, V={r.V}" if recomputes else f"K={r.K}"
+    return Choice("stages", f"{_OWN[own]}, {head_dims}", own_recompute=own)
+
+
+_OWN = {True: "the kernel of Hopper", False: "the portable kernel"}
+
+
+def has_hopper_recompute(K: int, V: int, arch: str) -> bool:
+    """Whether Hopper's own kernel of ``kda_recompute_w_u`` serves such calls; the portable one serves all others."""
+    return K == V == 128 and arch == HOPPER

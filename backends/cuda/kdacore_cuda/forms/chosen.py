@@ -1,0 +1,29 @@
+"""The choice for a request with the figures of its device: what launch code reads."""
+
+from __future__ import annotations
+
+from kdacore.types import Request
+from kdacore_cuda.choice import Choice, Figures, choose
+from kdacore_cuda.kernel_parameters import TYPES
+from kdacore_cuda.request_encoding import has_bounded_gate, type_code
+from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime.plan_cache import PlanCache
+
+
+def figures_of(r: Request) -> Figures:
+    """Figures of a request's device. Of those that a call's form does not depend on, none is asked for."""
+    arch = device_figures.arch_of(r)
+
+    def clusters_at_once(cluster: int) -> int:
+        from kdacore_cuda.forms.fused.kernels import chunk_forward_launcher  # here: most calls need it not
+
+        gates = has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"]
+        launcher = chunk_forward_launcher(r.K, cluster, *gates, arch)
+        return device_figures.clusters_at_once(r, launcher, arch)
+
+    count = device_figures.multiprocessors_of(r) if r.op == "chunk_kda" else 0
+    return Figures(arch, count, clusters_at_once, lambda: device_figures.memory_rate_of(r))
+
+
+chosen: PlanCache[Choice] = PlanCache(lambda r: choose(r, figures_of(r)))
+"""``chosen(request)``: what serves it on its device."""

@@ -1,0 +1,1 @@
+"""``chunk_kda`` in two launches that run side by side on Hopper."""

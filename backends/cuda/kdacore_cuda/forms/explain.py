@@ -1,0 +1,76 @@
+"""The form that serves a call, in words, for whoever asks: ``OpImpl.form`` and that of slices."""
+
+from __future__ import annotations
+
+from kdacore.types import Request
+from kdacore_cuda.architectures import HOPPER
+from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
+from kdacore_cuda.forms.backward.segments_kernels import chunks_per_segment
+from kdacore_cuda.forms.chosen import figures_of
+from kdacore_cuda.forms.segments.sizes import choose_lengths
+from kdacore_cuda.forms.slices.kernels import chunks_per_segment as chunks_per_slice_segment
+from kdacore_cuda.runtime import device_figures
+
+CHUNK = 64
+_ASSUMED = {HOPPER: 132, "sm_100f": 148}
+"""Multiprocessors by real architecture: of an H100 or H200, and of a B200. Those of other architectures do not
+decide."""
+
+
+def assumed_figures(r: Request) -> Figures:
+    """Figures for a request whose device is not here."""
+    arch = device_figures.arch_of(r)
+    return Figures(arch, _ASSUMED.get(arch, 0), lambda cluster: 0, lambda: 0.0)
+
+
+def form(request: Request) -> str:
+    """The form that serves a request, and the numbers that decided, in words: see
+    :attr:`kdacore.types.OpImpl.form`."""
+    r, device, assumed = _planned(request)
+    return _text(r, device, choose(r, device)) + assumed
+
+
+def form_of_slice(request: Request) -> str:
+    """The same of a slice of a row that continues on other ranks."""
+    r, device, assumed = _planned(request)
+    count, items = device.multiprocessors, r.N * r.HV
+    amount = amount_of(r)
+    if finishes_as_whole(items, r.packed, count):
+        text = f"{amount} (at least 4 items for each of {count} multiprocessors), results by a whole call"
+    else:
+        chunks = chunks_per_slice_segment(-(-r.T // CHUNK), r.B * r.HV, count)
+        text = f"{amount}, segments of {chunks} chunks"
+    return f"slices: {text}{assumed}"
+
+
+def _planned(request: Request) -> tuple[Request, Figures, str]:
+    """The request as kernels are planned for it, figures of its device, and in words whether those are assumed."""
+    if device_figures.is_here(request):
+        r = device_figures.planned(request)
+        return r, figures_of(r), ""
+    device = assumed_figures(request)
+    return request, device, "; the device is assumed" if device.multiprocessors else ""
+
+
+def _text(r: Request, device: Figures, choice: Choice) -> str:
+    parts = [f"{choice.form}: {choice.why}"]
+    if choice.form == "segments":
+        count = choose_lengths(r.N * r.HV, device.multiprocessors, r.packed).segments(-(-r.T // CHUNK))
+        segments = f"{count} segment{'s' if count != 1 else ''}"
+        parts.append(f"up to {segments} a sequence" if r.packed else segments)
+    clusters = choice.clusters
+    if clusters is not None and clusters.size > 1:
+        parts.append(f"clusters of {clusters.size}")
+        parts += [f"{clusters.resident} at once"] if clusters.resident else []
+        parts += [f"{clusters.preparing} more prepare"] if clusters.preparing else []
+        parts += ["many short sequences"] if clusters.many_short else []
+    text = ", ".join(parts)
+    return f"{text}; backward {_backward(r, choice)}" if r.op == "chunk_kda" and r.needs_grad else text
+
+
+def _backward(r: Request, choice: Choice) -> str:
+    if choice.saves:
+        return {"operands": "from what the forward saves", "maps": "from the maps of segments"}[choice.saves]
+    if choice.backward_in_segments:
+        return f"in segments of {chunks_per_segment(r.N * r.HV)} chunks"
+    return "in one chain per head"

@@ -1,0 +1,1 @@
+"""``chunk_kda`` with what its backward would recompute saved by the forward (``disable_recompute``)."""

@@ -1,0 +1,1 @@
+"""The recurrent ops in one launch."""

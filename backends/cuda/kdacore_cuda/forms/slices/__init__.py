@@ -1,0 +1,1 @@
+"""``chunk_kda`` on a slice of a row that continues on other ranks (``cp=``)."""

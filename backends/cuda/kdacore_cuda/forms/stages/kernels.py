@@ -1,0 +1,151 @@
+"""The kernels of the training stages ``kda_chunk_intra`` and ``kda_recompute_w_u``, and how they
+divide their work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from kdacore_cuda.architectures import HEAD_DIMS, HOPPER
+from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.choice import has_hopper_recompute
+
+STAGE_THREADS = 128
+"""Block size of every stage kernel."""
+
+
+def intra_kernel(K: int, float16: bool) -> KernelSource:
+    """The stage ``kda_chunk_intra`` for one head dim and 16-bit dtype (float16, else bfloat16).
+
+    Takes :data:`kdacore_cuda.kernel_parameters.INTRA`.
+    """
+    defines = (
+        ("K_DIM", K),
+        ("HALF_F16", int(float16)),
+        ("THREADS", STAGE_THREADS),
+        ("MIN_BLOCKS", 4),
+        ("SHARED_LIMIT", intra_shared_bytes(K)),
+    )
+    return KernelSource("common/stages/intra.cu", "intra", defines)
+
+
+def intra_shared_bytes(K: int) -> int:
+    """Dynamic shared memory of :func:`intra_kernel` in bytes: operands, or the results in their
+    place, and beta."""
+    operands, results = 12 * 16 * K * 2, 64 * 72 * 4 + 2 * 64 * 144
+    return max(operands, results) + 4 * 64
+
+
+def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
+    """The stage ``kda_recompute_w_u`` for two head dims and a 16-bit dtype, on every architecture.
+
+    Takes :data:`kdacore_cuda.kernel_parameters.RECOMPUTE`.
+    """
+    defines = (
+        ("K_DIM", K),
+        ("V_DIM", V),
+        ("HALF_F16", int(float16)),
+        ("THREADS", STAGE_THREADS),
+        ("MIN_BLOCKS", 3),
+        ("SHARED_LIMIT", recompute_shared_bytes(K, V)),
+    )
+    return KernelSource("common/stages/recompute.cu", "recompute", defines)
+
+
+def recompute_shared_bytes(K: int, V: int) -> int:
+    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products,
+    k's in two parts."""
+    return 64 * 2 * (64 + 2 * K + V)
+
+
+# kda_recompute_w_u on Hopper with K = V = 128 has a kernel of its own: csrc/sm90.
+
+HOPPER_HEAD_DIM = 128
+SMALL_CALL_ITEMS = 8
+"""Up to this many chunks and value heads per multiprocessor, two blocks for each were measured to
+be faster."""
+L2_BYTES = 72 * 2**20
+"""Bytes of the last results that are written so as to stay in L2. The L2 has 50 MB and retains
+about 33 of these; values up to 120 MB measured the same."""
+
+
+def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:
+    """The stage ``kda_recompute_w_u`` on Hopper for K = V = 128, a 16-bit dtype, and q given or
+    not.
+
+    Takes :data:`kdacore_cuda.kernel_parameters.RECOMPUTE`.
+    """
+    defines = (
+        ("K_DIM", HOPPER_HEAD_DIM),
+        ("HALF_F16", int(float16)),
+        ("WITH_Q", int(with_q)),
+        ("SHARED_WHOLE", hopper_recompute_shared_bytes(1)),
+        ("SHARED_HALF", hopper_recompute_shared_bytes(2)),
+    )
+    return KernelSource("sm90/stages/recompute_hopper.cu", "recompute_hopper", defines)
+
+
+def hopper_recompute_shared_bytes(blocks_per_item: int) -> int:
+    """Dynamic shared memory in bytes of a block, where ``blocks_per_item`` (1 or 2) share a chunk
+    and value head."""
+    width = HOPPER_HEAD_DIM // blocks_per_item
+    return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
+
+
+class RecomputeGrid(NamedTuple):
+    """How the blocks of :func:`hopper_recompute_kernel` divide the items (chunks times value heads)
+    of a call."""
+
+    whole: int
+    """The first items, an even number of them, have one block each; each other item has two blocks
+    of half its channels."""
+    grid: int
+    """Blocks."""
+    shared: int
+    """Dynamic shared memory of a block in bytes. A multiprocessor holds three blocks where some
+    have whole items, else four; registers allow no fifth."""
+    staggered: int
+    """The first blocks, those that start together, issue their loads one after another at about the
+    rate of memory. Otherwise all of them would wait for memory at the same time, and then all
+    compute."""
+    first_in_l2: int
+    """Results from this item on stay in L2, where the next kernel finds them and no write to memory
+    delays this one."""
+
+
+def recompute_grid(items: int, multiprocessors: int, empty: int, with_q: bool) -> RecomputeGrid:
+    """The division of ``items`` chunks and value heads of a call.
+
+    The last items of a long call have two blocks each, so that multiprocessors finish at about the
+    same time. With many empty items it is unknown which items are the last, and twice as many idle
+    blocks would cost more.
+
+    Args:
+        items: chunks times value heads, those that may turn out empty included.
+        multiprocessors: of the device.
+        empty: about how many of the items hold no tokens, as the slots of a pack may.
+        with_q: q is given.
+    """
+    last = multiprocessors + (empty if empty <= 4 * multiprocessors else 0)
+    whole = 0 if items <= SMALL_CALL_ITEMS * multiprocessors else (items - last) // 2 * 2
+    written = 2 * 64 * HOPPER_HEAD_DIM * (3 + with_q)
+    return RecomputeGrid(
+        whole=whole,
+        grid=whole + 2 * (items - whole),
+        shared=hopper_recompute_shared_bytes(1 if whole else 2),
+        staggered=multiprocessors * (3 if whole else 4),
+        first_in_l2=max(items - empty - L2_BYTES // written, 0),
+    )
+
+
+def packaged_stages_kernels(arch: str) -> Iterator[KernelSource]:
+    """The stage kernels shipped for ``arch``: those with K = V that serve calls there."""
+    for float16 in (False, True):
+        for K in HEAD_DIMS:
+            yield intra_kernel(K, float16)
+            if not has_hopper_recompute(K, K, arch):
+                yield recompute_kernel(K, K, float16)
+    if arch == HOPPER:
+        for float16, with_q in product((False, True), repeat=2):
+            yield hopper_recompute_kernel(float16, with_q)

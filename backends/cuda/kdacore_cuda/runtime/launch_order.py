@@ -1,0 +1,40 @@
+"""Which launch must come right before one that reads device memory before it waits.
+
+From compute capability 9.0 a launch may begin before the one ahead of it in the stream has ended
+(:mod:`kdacore_cuda.runtime.launcher`). All kernels wait for it before they read or write anything, except those of
+:data:`AHEAD`: they read at once what was there before the launch ahead let them begin. That holds behind the launches
+named there, which have waited themselves, and behind no others: a kernel of another library may let the next launch
+begin before it has waited or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+AHEAD: Mapping[str, frozenset[str]] = {
+    "maps": frozenset({"prepare", "prepare_marked"}),
+    "output": frozenset({"maps", "chain", "slice_starts"}),
+    "walk": frozenset({"prepare_units"}),
+}
+"""Entry of a kernel that reads before it waits -> entries of those that may be launched right before it. ``output``
+waits first where sequences have one segment."""
+OTHER_WORK = ""
+"""In the place of an entry: a step of a program that launches no kernel of ours."""
+
+
+def check_order(entries: Iterable[str], *, one_segment: bool = False) -> None:
+    """Raise ValueError unless every launch that reads before it waits comes right behind one that it may follow.
+
+    Args:
+        entries: of a program's launches, in order, without those of 0 blocks. What is ahead of the first is unknown.
+        one_segment: sequences have no more than one segment.
+    """
+    before = OTHER_WORK
+    for entry in entries:
+        allowed = AHEAD.get(entry)
+        if allowed is not None and before not in allowed and not (entry == "output" and one_segment):
+            raise ValueError(
+                f"{entry} reads memory before it waits: expected {' or '.join(sorted(allowed))} right before it, "
+                f"got {before or 'no launch of this program'}"
+            )
+        before = entry

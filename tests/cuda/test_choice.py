@@ -1,0 +1,407 @@
+"""Which form serves a call: every form, every boundary of a rule on either side, its text, and that launches follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw
+from emulated_backend import HOPPER, NAME, Plugin
+
+import kdacore
+from kdacore.registry import REGISTRY
+from kdacore.types import Device, Request, TensorSpec
+from kdacore_cuda import choice, make_backend
+from kdacore_cuda.choice import Choice, Figures, RecurrentMode, choose
+from kdacore_cuda.forms import explain
+from kdacore_cuda.runtime import device_figures, torch_launch
+
+H100, H200 = 3.35e12, 4.9e12
+"""Bytes a second that their memories deliver."""
+BOUNDED: dict[str, Any] = {"gate": "sigmoid", "lower_bound": -5.0}
+TRAINING: dict[str, Any] = {"needs_grad": True, **BOUNDED}
+
+
+def call(heads: int, T: int = 8192, *, arrays: tuple[str, ...] = (), **fields: Any) -> Request:
+    """A ``chunk_kda`` of bfloat16 on a Hopper GPU. ``arrays``: index arrays and states that it has."""
+    sizes = {"B": 1, "T": T, "H": heads, "HV": heads, "K": 128, "V": 128, "N": 1, **fields}
+    K, V = sizes["K"], sizes["V"]
+    tokens = dict.fromkeys(("q", "k", "g"), (sizes["B"], T, heads, K)) | {"v": (sizes["B"], T, heads, V)}
+    tensors = {name: TensorSpec(shape, "bfloat16") for name, shape in tokens.items()}
+    tensors["beta"] = TensorSpec((sizes["B"], T, heads), "bfloat16")
+    tensors |= {name: TensorSpec((sizes["N"],), "int32") for name in arrays}
+    known: dict[str, Any] = {"op": "chunk_kda", "kind": "torch", "device": HOPPER, "dtype": "bfloat16"}
+    known |= {"state_dtype": "float32", "tensors": tuple(tensors.items())}
+    return Request(**(known | sizes))
+
+
+def chosen(request: Request, multiprocessors: int = 132, rate: float = H100, four: int = 30) -> Choice:
+    """The choice on a device with these figures."""
+    arch = device_figures.arch_of(request)
+
+    def at_once(cluster: int) -> int:
+        return four if cluster == 4 else multiprocessors // cluster
+
+    return choose(request, Figures(arch, multiprocessors, at_once, lambda: rate))
+
+
+def packed(heads: int, **fields: Any) -> Request:
+    return call(heads, packed=True, arrays=("cu_seqlens",), **fields)
+
+
+# --- the forms ----------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, tuple[Request, str]] = {
+    "few heads": (call(8, **BOUNDED), "segments: 8 heads (up to 17 on 132 multiprocessors)"),
+    "one head": (call(1), "segments: 1 head (up to 22 on 132 multiprocessors)"),
+    "more, unbounded": (call(18), "dataflow: 18 heads (16 to 22 on 132 multiprocessors)"),
+    "many heads": (call(64, **BOUNDED), "fused: 64 heads (segments: up to 17 on 132 multiprocessors)"),
+    "a batch": (
+        call(8, B=4, N=4, **BOUNDED),
+        "fused: 4 sequences of 8 heads (segments: up to 17 on 132 multiprocessors)",
+    ),
+    "one of many": (
+        call(8, batch_invariant=True, **BOUNDED),
+        "fused: 8 heads, computed as among many (batch_invariant) (segments: up to 17 on 132 multiprocessors)",
+    ),
+    "head dim 64": (call(8, K=64, V=64), "fused: 8 heads, portable kernel for sm_90a, K=64"),
+    "Ampere": (
+        call(8, device=Device("cuda", 0, "sm_80")),
+        "fused: 8 heads, portable kernel for sm_80, K=128",
+    ),
+    "no recomputation": (call(64, disable_recompute=True, **TRAINING), "kept: disable_recompute, 64 heads"),
+    "decoding": (
+        dataclasses.replace(call(8, 1, B=32, N=32, state_indices_ndim=1), op="fused_recurrent_kda"),
+        "recurrent: the kernel for one token a sequence, 32 sequences of 8 heads",
+    ),
+    "a stage": (
+        dataclasses.replace(call(8), op="kda_recompute_w_u"),
+        "stages: the kernel of Hopper, K=128, V=128",
+    ),
+    "the other stage": (
+        dataclasses.replace(call(8), op="kda_chunk_intra"),
+        "stages: the portable kernel, K=128",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name: str) -> None:
+    request, text = FORMS[name]
+    found = chosen(request)
+    assert f"{found.form}: {found.why}" == text
+    assert (found.clusters is None) == (found.form != "fused")
+
+
+def test_the_forms_are_the_folders() -> None:
+    from pathlib import Path
+
+    folders = {x.name for x in Path(explain.__file__).parent.iterdir() if (x / "__init__.py").is_file()}
+    # A slice of a row, and a backward, are parts of calls that are chosen otherwise.
+    assert {chosen(request).form for request, _ in FORMS.values()} == folders - {"slices", "backward"}
+
+
+# --- their borders ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "multiprocessors", "limit"),
+    [
+        (BOUNDED, H100, 132, 17),
+        (BOUNDED, H200, 132, 22),
+        (BOUNDED, H100, 66, 8),
+        ({"inplace_state": True}, H100, 132, 22),
+        ({"inplace_state": True}, H200, 132, 22),
+    ],
+)
+def test_segments_end(options: dict[str, Any], rate: float, multiprocessors: int, limit: int) -> None:
+    """By heads, and by sequences times heads, whatever their tokens."""
+    for T in (1, 64, 100_000):
+        forms = [chosen(call(n, T, **options), multiprocessors, rate).form for n in (limit, limit + 1)]
+        assert forms == ["segments", "fused"]
+    many = packed(1, N=limit), packed(1, N=limit + 1)
+    if not options.get("gate"):
+        assert [chosen(r, multiprocessors, rate).form for r in many] == ["segments", "fused"]
+
+
+def test_dataflow_begins_and_ends() -> None:
+    forms = {n: chosen(call(n)).form for n in (15, 16, 22, 23)}
+    assert forms == {15: "segments", 16: "dataflow", 22: "dataflow", 23: "fused"}
+    assert chosen(call(18, **BOUNDED)).form == "fused"
+    assert chosen(call(18, **BOUNDED), rate=H200).form == "segments"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        packed(18),
+        call(18, inplace_state=True),
+        call(18, state_indices_ndim=1),
+        call(18, checkpoint_count=2),
+        call(18, arrays=("has_initial_state",)),
+    ],
+    ids=["pack", "in place", "rows", "checkpoints", "mask"],
+)
+def test_what_dataflow_does_not_serve(other: Request) -> None:
+    assert chosen(call(18)).form == "dataflow"
+    assert chosen(other).form == "segments"
+
+
+def test_the_backward_is_cut_with_few_heads() -> None:
+    assert [chosen(call(n, **TRAINING)).backward_in_segments for n in (12, 13)] == [True, False]
+    assert not chosen(call(1, batch_invariant=True, **TRAINING)).backward_in_segments
+
+
+def test_operands_are_saved_behind_that() -> None:
+    saving = {"disable_recompute": True, **TRAINING}
+    assert [chosen(call(n, **saving)).form for n in (12, 13)] == ["segments", "kept"]
+    assert [chosen(call(n, **saving)).saves for n in (12, 13)] == ["maps", "operands"]
+    for change in (
+        {"disable_recompute": False},
+        {"needs_grad": False},
+        {"kind": "jax"},
+        {"traced": True},
+        {"T": 0},
+        {"checkpoint_every": 64},
+        {"checkpoint_count": 1},
+        {"pool_size": 4},
+        {"inplace_state": True},
+    ):
+        assert chosen(dataclasses.replace(call(64, **saving), **change)).form == "fused", change
+    assert chosen(call(64, arrays=("out",), **saving)).form == "fused"
+
+
+def test_maps_are_saved_with_few_heads() -> None:
+    assert [chosen(call(n, **TRAINING)).saves for n in (16, 17)] == ["maps", ""]
+    for change in ({"needs_grad": False}, {"kind": "jax"}, {"traced": True}):
+        assert not chosen(dataclasses.replace(call(8, **TRAINING), **change)).saves
+
+
+def clusters_of(request: Request, **figures: Any) -> choice.Clusters:
+    found = chosen(request, **figures).clusters
+    assert found is not None
+    return found
+
+
+def test_clusters_of_four() -> None:
+    """As many as run at once, and a third more if sequences are long."""
+    sizes = {(n, T): clusters_of(call(n, T, **BOUNDED)).size for n in (30, 31, 40, 41) for T in (1023, 1024)}
+    assert sizes == {
+        (30, 1023): 4,
+        (30, 1024): 4,
+        (31, 1023): 2,
+        (31, 1024): 4,
+        (40, 1023): 2,
+        (40, 1024): 4,
+    } | {
+        (41, 1023): 2,
+        (41, 1024): 2,
+    }
+    assert [clusters_of(call(n, **BOUNDED), four=24).size for n in (32, 33)] == [4, 2]
+
+
+def test_clusters_share_more_items_than_run_at_once() -> None:
+    assert [clusters_of(call(n, **BOUNDED)).resident for n in (66, 67)] == [0, 66]
+    assert [clusters_of(call(n, **BOUNDED)).resident for n in (30, 31)] == [0, 30]
+
+
+def test_clusters_that_prepare() -> None:
+    """Where those and the clusters that they help run at once."""
+    assert [clusters_of(call(n, **BOUNDED)).preparing for n in (23, 24, 25)] == [0, 6, 0]
+    assert [clusters_of(call(24, T, **BOUNDED)).preparing for T in (1023, 1024)] == [0, 6]
+    assert [clusters_of(call(n)).preparing for n in (23, 24, 25)] == [6, 6, 0]
+    assert clusters_of(call(24, arrays=("state_indices",), **BOUNDED)).preparing == 0
+    assert clusters_of(packed(24, **BOUNDED)).preparing == 0
+    assert clusters_of(call(24, **BOUNDED), four=29).preparing == 0
+
+
+def test_many_short_sequences() -> None:
+    def short(sequences: int, T: int = 128, **fields: Any) -> bool:
+        return clusters_of(call(1, T, B=sequences, N=sequences, **BOUNDED, **fields)).many_short
+
+    assert [short(n) for n in (527, 528)] == [False, True]
+    assert [short(528, T) for T in (128, 129)] == [True, False]
+    for fields in ({"checkpoint_every": 64}, {"checkpoint_count": 1}, {"arrays": ("state_indices",)}):
+        assert not short(528, **fields)
+
+
+def test_portable_clusters() -> None:
+    blackwell = Device("cuda", 0, "sm_100")
+    sizes = [clusters_of(call(n, device=blackwell), multiprocessors=148).size for n in (30, 31, 74, 75)]
+    assert sizes == [4, 2, 2, 1]
+    assert clusters_of(call(1, K=64, V=64, device=blackwell), multiprocessors=148).size == 1
+    assert clusters_of(call(1, device=Device("cuda", 0, "sm_120"))).size == 1
+
+
+def test_a_slice_of_many_sequences_finishes_as_a_whole_call() -> None:
+    assert [choice.finishes_as_whole(n, True, 132) for n in (527, 528)] == [False, True]
+    assert not choice.finishes_as_whole(528, False, 132)
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [
+        ({}, RecurrentMode.ONE_TOKEN),
+        ({"T": 2}, RecurrentMode.CONTIGUOUS),
+        ({"state_indices_ndim": 2}, RecurrentMode.CONTIGUOUS),
+        ({"scalar_gate": True}, RecurrentMode.ONE_TOKEN_HEAD_GATE),
+        ({"scalar_gate": True, "T": 2}, RecurrentMode.GENERAL),
+        ({"packed": True}, RecurrentMode.GENERAL),
+        ({"dtype": "float32"}, RecurrentMode.GENERAL),
+        ({"B": 2**21 - 1}, RecurrentMode.ONE_TOKEN),
+        ({"B": 2**21}, RecurrentMode.GENERAL),
+    ],
+)
+def test_recurrent_kernels(change: dict[str, Any], mode: RecurrentMode) -> None:
+    decode = dataclasses.replace(call(8, 1, state_indices_ndim=1), op="fused_recurrent_kda")
+    assert chosen(dataclasses.replace(decode, **change)).mode == mode
+
+
+def test_hoppers_stage() -> None:
+    stage = dataclasses.replace(call(8), op="kda_recompute_w_u")
+    assert chosen(stage).own_recompute
+    for change in ({"K": 64}, {"V": 64}, {"device": Device("cuda", 0, "sm_100")}, {"op": "kda_chunk_intra"}):
+        assert not chosen(dataclasses.replace(stage, **change)).own_recompute
+
+
+def test_the_device_is_asked_only_where_it_decides() -> None:
+    """Clusters mean loading a kernel."""
+    asked: list[str] = []
+
+    def at_once(cluster: int) -> int:
+        asked.append(f"clusters of {cluster}")
+        return 30
+
+    def rate() -> float:
+        asked.append("memory")
+        return H200
+
+    def ask(request: Request) -> list[str]:
+        asked.clear()
+        choose(request, Figures("sm_90a", 132, at_once, rate))
+        return asked
+
+    assert ask(call(8, **BOUNDED)) == [] and ask(call(18)) == []
+    assert ask(call(18, **BOUNDED)) == ["memory"]
+    assert "memory" not in ask(call(64, **BOUNDED)) and asked
+    assert ask(call(64, disable_recompute=True, **TRAINING)) == []
+
+
+# --- in words -----------------------------------------------------------------------------------------------------
+
+ASSUMED = "; the device is assumed"
+TEXTS: dict[str, tuple[Request, str]] = {
+    "segments": (call(8, **BOUNDED), "segments: 8 heads (up to 17 on 132 multiprocessors), 8 segments"),
+    "of a pack": (
+        packed(8, N=1, **BOUNDED),
+        "segments: 8 heads (up to 17 on 132 multiprocessors), up to 8 segments a sequence",
+    ),
+    "one segment": (call(8, 64, **BOUNDED), "segments: 8 heads (up to 17 on 132 multiprocessors), 1 segment"),
+    "clusters": (
+        call(64, **BOUNDED),
+        "fused: 64 heads (segments: up to 17 on 132 multiprocessors), clusters of 2",
+    ),
+    "shared": (
+        call(67, **BOUNDED),
+        "fused: 67 heads (segments: up to 17 on 132 multiprocessors), clusters of 2, 66 at once",
+    ),
+    "prepared": (
+        call(24, **BOUNDED),
+        "fused: 24 heads (segments: up to 17 on 132 multiprocessors), clusters of 4, 6 more prepare",
+    ),
+    "short": (
+        call(1, 64, B=600, N=600, **BOUNDED),
+        "fused: 600 sequences of 1 head (segments: up to 17 on 132 multiprocessors), clusters of 2, 66 at once, "
+        "many short sequences",
+    ),
+    "training": (
+        call(4, **TRAINING),
+        "segments: 4 heads (up to 17 on 132 multiprocessors), 14 segments; backward from the maps of segments",
+    ),
+    "kept": (
+        call(64, disable_recompute=True, **TRAINING),
+        "kept: disable_recompute, 64 heads; backward from what the forward saves",
+    ),
+    "from JAX": (
+        call(4, kind="jax", **TRAINING),
+        "segments: 4 heads (up to 17 on 132 multiprocessors), 14 segments; backward in segments of 16 chunks",
+    ),
+    "whole": (
+        call(64, **TRAINING),
+        "fused: 64 heads (segments: up to 17 on 132 multiprocessors), clusters of 2; backward in one chain per head",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_text_of_a_call_on_hardware_that_is_not_here(name: str) -> None:
+    request, text = TEXTS[name]
+    assert make_backend().ops["chunk_kda"].form(request) == text + ASSUMED  # type: ignore[misc]
+
+
+def test_the_text_of_a_slice() -> None:
+    assert explain.form_of_slice(call(8, **BOUNDED)) == f"slices: 8 heads, segments of 16 chunks{ASSUMED}"
+    many = packed(8, N=66, **BOUNDED)
+    assert explain.form_of_slice(many) == (
+        f"slices: 66 sequences of 8 heads (at least 4 items for each of 132 multiprocessors), results by a whole call"
+        f"{ASSUMED}"
+    )
+
+
+def test_another_gpu_than_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures do not count."""
+    monkeypatch.setattr(torch_launch, "architecture", lambda index: "sm_80")
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 108)
+    assert "132 multiprocessors" in explain.form(call(8, **BOUNDED))
+    monkeypatch.setattr(torch_launch, "architecture", lambda index: "sm_90")
+    here = explain.form(call(4, **BOUNDED))
+    assert here.startswith("segments: 4 heads (up to 14 on 108 multiprocessors)") and ASSUMED not in here
+
+
+# --- launches follow ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> Any:
+    """An emulated GPU of 8 multiprocessors, where few heads suffice for each form; what it launched."""
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
+    REGISTRY.register(Plugin("chunk_kda"), NAME)
+    yield emulated
+    REGISTRY.reset()
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "training", "form", "kernels"),
+    [
+        (1, BOUNDED_MODEL, False, "segments", ["prepare", "output"]),
+        (1, MODEL, False, "dataflow", ["prepare_units", "walk"]),
+        (2, BOUNDED_MODEL, False, "fused", ["chunk_forward"]),
+        (1, BOUNDED_MODEL | {"disable_recompute": True}, True, "kept", ["prepare", "scan_outputs"]),
+    ],
+    ids=["segments", "dataflow", "fused", "kept"],
+)
+def test_a_call_launches_the_kernels_of_its_form(
+    small_device: list[str],
+    heads: int,
+    options: dict[str, Any],
+    training: bool,
+    form: str,
+    kernels: list[str],
+) -> None:
+    """First calls and recognised ones, and what is recorded of them says so."""
+    d = Draw()
+    x = {name: d.normal(1, 20, heads, 128) for name in ("q", "k", "v")} | {"beta": d.normal(1, 20, heads)}
+    x |= d.gate("random", 1, 20, heads, 128)
+    if training:
+        x["v"].requires_grad_()
+    with kdacore.record_selections() as ran:
+        for _ in range(3):
+            small_device.clear()
+            kdacore.chunk_kda(**x, **options, backend=NAME)
+            assert [name.partition("-")[0] for name in small_device] == kernels
+    assert [s.candidate(NAME).form.partition(":")[0] for s in ran] == [form] * 3
+    explained = kdacore.explain("chunk_kda", **x, **options, backend=NAME)
+    assert explained.candidate(NAME).form == ran[0].candidate(NAME).form
+    assert torch.isfinite(x["v"]).all()

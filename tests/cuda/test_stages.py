@@ -15,12 +15,12 @@ from stages_calls import Drawn, intra, recompute, stage_request
 import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
+from kdacore.oracle import stages as exact
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import make_backend, stages, torch_arguments, verifiers
 from kdacore_cuda.compiler import compile_kernel
 from kdacore_cuda.kernel_source import KernelSource
 from kdacore_cuda.stages_kernels import intra_kernel, recompute_kernel
-from kdacore_reference import oracle_stages as exact
 
 MIXED = [0, 1, 17, 64, 15, 0, 70, 33]
 """Lengths of a pack: empty, one token, a whole chunk, a chunk and some."""

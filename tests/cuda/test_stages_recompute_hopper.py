@@ -10,6 +10,7 @@ import torch
 from cuda_calls import O_BOUND, error
 from stages_calls import Drawn, recompute, stage_request
 
+from kdacore.oracle import stages as exact
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import stages, torch_launch
 from kdacore_cuda.compiler import compile_kernel
@@ -22,7 +23,6 @@ from kdacore_cuda.stages_kernels import (
     hopper_recompute_shared_bytes,
     recompute_grid,
 )
-from kdacore_reference import oracle_stages as exact
 
 MULTIPROCESSORS = 3
 PACK = [0, 1, 17, 64, 15, 0, 70, 200]

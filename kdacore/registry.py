@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kdacore import config, plugin_faults
 from kdacore.errors import ContractError, PluginError, list_names, shown
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import pluggy
 
+T = TypeVar("T")
 ENTRY_POINT_GROUP = "kdacore"
 BUILTIN_PLUGINS = (
     "kdacore_reference",
@@ -130,6 +131,21 @@ class Registry:
                 plugin_faults.report(f"plugin {implementation.plugin_name}", hook, error)
                 continue
             yield answer
+
+    def listed(self, hook: str, wanted: type[T]) -> list[T]:
+        """What all plugins list in answer to a hook, in the order of loading.
+
+        Raises:
+            PluginError: something else than ``wanted`` is among it.
+        """
+        found = []
+        for answer in reversed(list(self.ask_each(hook))):
+            for item in answer:
+                if not isinstance(item, wanted):
+                    whole = f"{wanted.__module__}.{wanted.__name__}"
+                    raise PluginError(f"a plugin lists a {type(item).__name__}, not a {whole}, in {hook}")
+                found.append(item)
+        return found
 
     def infos(self) -> tuple[BackendInfo, ...]:
         """The public listing."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kdacore import streams
 from kdacore.cli.time_limit import terminated_as_interrupted
-from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
+from kdacore.errors import BackendBuildError, ConfigError, ContractError, PluginError, UnsupportedError
 from kdacore.version import __version__
 
 COMMANDS = {
@@ -66,7 +66,7 @@ def _run(words: list[str], chosen: str, name: str) -> int:
     except (ContractError, ConfigError) as error:
         _say(f"{name}: {error}")
         return USAGE
-    except (UnsupportedError, BackendBuildError) as error:
+    except (UnsupportedError, BackendBuildError, PluginError) as error:
         _say(f"{name}: {error}")
         return FAILED
     except KeyboardInterrupt:

@@ -12,11 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from kdacore.bench import config_search  # noqa: E402
 from kdacore.bench.clock import Budget  # noqa: E402
 from kdacore.cli import main as cli  # noqa: E402
+from kdacore.oracle import recurrence, stages  # noqa: E402
 from kdacore.types import Device, IntraOutputs, Outputs  # noqa: E402
-from kdacore_reference import oracle, oracle_stages  # noqa: E402
-from kdacore_triton import configs, tune, tune_jobs  # noqa: E402
+from kdacore_triton import configs, tune_jobs  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("every_backend")
 
 CPU = Device("cpu", 0, "sm_90")
 BUDGET = Budget(samples=1, seconds=1.0, least=1)
@@ -74,8 +77,8 @@ def job_of(op: str) -> tune_jobs.Job:
 def right(request: Any, inputs: Any) -> Any:
     """The oracle in the place of a kernel."""
     if request.op == "kda_chunk_intra":
-        return IntraOutputs(*(torch.tensor(x) for x in oracle_stages.oracle_chunk_intra(request, inputs)))
-    found = oracle.oracle_forward(request, inputs)
+        return IntraOutputs(*(torch.tensor(x) for x in stages.oracle_chunk_intra(request, inputs)))
+    found = recurrence.oracle_forward(request, inputs)
     if request.inplace_state:
         inputs.initial_state.copy_(torch.tensor(found.final_state))
         return Outputs(torch.tensor(found.o))
@@ -110,9 +113,9 @@ def test_the_search_keeps_the_fastest_right_configuration(op: str, monkeypatch: 
         seen.append(configs.get(job.kernel, "sm_90")[parameter])
         return run(request, inputs)
 
-    monkeypatch.setattr(tune, "runner", lambda job: spy)
+    monkeypatch.setattr(tune_jobs, "runner", lambda job: spy)
     told: list[str] = []
-    found = tune.tune(job, CPU, BUDGET, told.append, clock)
+    found = config_search.tune(job, CPU, BUDGET, told.append, clock)
     assert found.best is not None and found.config == {**job.config, parameter: quick}
     assert found.gain == 2.0 and any(parameter in line for line in told)
     notes = {t.config[parameter]: t.note for t in found.trials if all(
@@ -123,11 +126,9 @@ def test_the_search_keeps_the_fastest_right_configuration(op: str, monkeypatch: 
 def test_the_data_file_round_trips(tmp_path: Path) -> None:
     jobs = tune_jobs.jobs("sm_90", ("kda_chunk_intra",))
     changed = {**jobs[0].config, "heads": 16}
-    outcome = tune.Tuned(jobs[0], [], tune.Trial(changed, 1.0))
-    rules = tune.data_file("sm_90", [outcome])
-    assert set(rules) == {c.kernel for c in configs.shipped_for("sm_90")}
-    tune.write(tmp_path / "sm_90.json", rules)
+    tune_jobs.write(tmp_path / "sm_90.json", "sm_90", [(jobs[0], changed)])
     read = json.loads((tmp_path / "sm_90.json").read_text())
+    assert set(read) == {c.kernel for c in configs.shipped_for("sm_90")}
     choices = configs.check("sm_90.json", "sm_90", read)
     shipped = configs.shipped_for("sm_90")
     by_kernel = {k: list(v) for k, v in itertools.groupby(choices, lambda c: c.kernel)}
@@ -138,10 +139,11 @@ def test_the_data_file_round_trips(tmp_path: Path) -> None:
     assert dict(by_kernel["chunk_intra"][0].config) == changed
 
 
-def test_an_illegal_outcome_is_not_written() -> None:
+def test_an_illegal_outcome_is_not_written(tmp_path: Path) -> None:
     job = tune_jobs.jobs("sm_90", ("kda_chunk_intra",))[0]
     with pytest.raises(configs.InvalidConfigError):
-        tune.data_file("sm_90", [tune.Tuned(job, [], tune.Trial({**job.config, "heads": 3}, 1.0))])
+        tune_jobs.write(tmp_path / "sm_90.json", "sm_90", [(job, {**job.config, "heads": 3})])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

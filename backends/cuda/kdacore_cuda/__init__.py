@@ -193,3 +193,9 @@ def make_backend() -> Backend:
 def kdacore_backends() -> list[Backend]:
     """The hook kdacore finds this backend by."""
     return [make_backend()]
+
+
+@hookimpl
+def kdacore_kernel_builders() -> list[Any]:
+    """The hook ``kdacore build`` finds the kernels by."""
+    return [_lazy("kernel_builder", "builder")()]

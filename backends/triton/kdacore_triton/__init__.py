@@ -128,3 +128,9 @@ def make_backend() -> Backend:
 def kdacore_backends() -> list[Backend]:
     """The hook kdacore finds this backend by."""
     return [make_backend()]
+
+
+@hookimpl
+def kdacore_config_tuners() -> list[Any]:
+    """The hook ``kdacore tune configs`` finds the kernels' launch configurations by."""
+    return [_lazy("tune_jobs", "tuner")()]

@@ -9,13 +9,19 @@ from kdacore import types as t
 from kdacore.ops.definition import ArrayArgument, OpDef, Option
 
 __all__ = [
+    "CHECKPOINT_FEATURES",
     "DIFFERENTIABLE",
     "FEATURES",
+    "GATE_FEATURES",
     "HOST_ARGUMENTS",
     "INDEX_ARGUMENTS",
     "MASK_ARGUMENTS",
     "OPS",
+    "POOL_FEATURES",
+    "RECURRENT_FEATURES",
+    "SEQUENCE_FEATURES",
     "STAGES",
+    "STAGE_FEATURES",
     "WRITABLE_ARGUMENTS",
     "ArrayArgument",
     "OpDef",
@@ -177,6 +183,39 @@ OPS: dict[str, OpDef] = {
 
 FEATURES: frozenset[str] = frozenset().union(*[definition.features for definition in OPS.values()])
 """Every feature that a call of any op can use."""
+
+# --- families of features, for what backends list in OpImpl.serves --------------------------------------------------
+# Written out, not derived: a backend must not be given an option that was added to an op after it was written.
+
+GATE_FEATURES = frozenset({"gate.bounded", "gate.unbounded"})
+"""The gate computed in the call."""
+SEQUENCE_FEATURES = GATE_FEATURES | {
+    "beta_sigmoid",
+    "final_state",
+    "grouped_value_heads",
+    "initial_state",
+    "neg_eigval",
+    "packed",
+    "qk_l2norm",
+    "state_v_first",
+}
+"""Of the chunked and the recurrent ops: what a call for training or for a plain forward may use."""
+POOL_FEATURES = frozenset(
+    {"has_initial_state", "inplace_state", "null_index", "state_pool", "write_indices", "write_pool"}
+)
+"""Of the chunked and the recurrent ops: states in the rows of a pool, as serving engines hold them."""
+CHECKPOINT_FEATURES = frozenset({"checkpoint_offsets", "checkpoints"})
+"""Of the chunked ops: states inside a sequence."""
+RECURRENT_FEATURES = frozenset({"accepted_tokens", "read_only_state"})
+"""Of the recurrent ops: candidate tokens."""
+STAGE_FEATURES: dict[str, frozenset[str]] = {
+    "kda_chunk_gate": GATE_FEATURES | {"packed"},
+    "kda_chunk_intra": frozenset({"grouped_value_heads", "packed"}),
+    "kda_recompute_w_u": frozenset({"grouped_value_heads", "packed", "q"}),
+    "delta_rule_chunk_state": frozenset({"initial_state", "packed", "state_v_first"}),
+    "kda_chunk_output": frozenset({"grouped_value_heads", "packed"}),
+}
+"""Of each stage."""
 
 STAGES: tuple[str, ...] = tuple([name for name, definition in OPS.items() if definition.family == "stage"])
 

@@ -9,6 +9,13 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
+from kdacore.ops import (
+    CHECKPOINT_FEATURES,
+    POOL_FEATURES,
+    RECURRENT_FEATURES,
+    SEQUENCE_FEATURES,
+    STAGE_FEATURES,
+)
 from kdacore.types import Backend, Forward, OpImpl, Request, Requirement
 
 VERIFIED = frozenset({"sm_90"})
@@ -53,35 +60,6 @@ __version__ = "0.1.0"
 
 _lazy = partial(lazy_function, "kdacore_cuda")
 
-WHOLE = frozenset(
-    {
-        "beta_sigmoid",
-        "final_state",
-        "gate.bounded",
-        "gate.unbounded",
-        "grouped_value_heads",
-        "initial_state",
-        "neg_eigval",
-        "packed",
-        "qk_l2norm",
-        "state_v_first",
-    }
-)
-"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset(
-    {
-        "has_initial_state",
-        "inplace_state",
-        "null_index",
-        "out",
-        "state_pool",
-        "write_indices",
-        "write_pool",
-    }
-)
-"""Those of servers."""
-
-
 _verifier = partial(_lazy, "verifiers")
 
 
@@ -125,10 +103,10 @@ _STAGE = (
 )
 
 
-def _stage(function: str, *features: str) -> OpImpl:
+def _stage(op: str, function: str) -> OpImpl:
     return OpImpl(
         forward=_by_kind(_lazy("stages", function), _lazy("jax_stages", function)),
-        serves=frozenset({"grouped_value_heads", "packed", *features}),
+        serves=STAGE_FEATURES[op],
         verifiers=_STAGE,
         verified_archs=VERIFIED,
         batch_invariant=True,
@@ -140,7 +118,7 @@ def make_backend() -> Backend:
     chunk = OpImpl(
         forward=_by_kind(_lazy("chunk_forward", "forward"), _lazy("jax_chunk", "forward")),
         backward=_by_kind(_lazy("chunk_backward", "backward"), _lazy("jax_chunk", "backward")),
-        serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         verifiers=(
             *_COMMON,
             _verifier("chunk_forward_dtype"),
@@ -155,7 +133,7 @@ def make_backend() -> Backend:
     )
     recurrent = OpImpl(
         forward=_by_kind(_lazy("recurrent", "forward"), _lazy("jax_recurrent", "forward")),
-        serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
         fast_path=_lazy("recurrent_fast_path", "make_fast_call"),
         verified_archs=VERIFIED,
@@ -169,8 +147,8 @@ def make_backend() -> Backend:
             "chunk_kda": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_chunk_intra": _stage("chunk_intra"),
-            "kda_recompute_w_u": _stage("recompute_w_u", "q"),
+            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
+            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
         },
         summary="hand-written kernels: bfloat16 chunk_kda, its backward on Hopper, recurrent ops, two training stages",
         requirements=(

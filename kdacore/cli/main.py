@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": ("kdacore.cli.bench", "time the ops, after checking that they are right"),
     "explain": ("kdacore.cli.explain", "say which backend would serve a call, and why not the others"),
     "verify": ("kdacore.cli.verify", "run the conformance suite on this machine and record it"),
-    "build": ("kdacore.cli.build", "compile the CUDA kernels ahead of time"),
+    "build": ("kdacore.cli.build", "compile backends' kernels ahead of time"),
     "tune": ("kdacore.cli.tune", "measure which backend and which launch configurations are fastest here"),
     "plugins": ("kdacore.cli.plugins", "list every plugin and the backends it brings"),
 }

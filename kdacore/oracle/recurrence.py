@@ -154,13 +154,14 @@ def _initial(request: Request, inputs: Any, rows: I64) -> F64:
 def oracle_forward(request: Request, inputs: Any) -> Outputs:
     """``chunk_kda``, ``fused_recurrent_kda`` and their GDN forms, exactly.
 
-    Args: request: the validated call. inputs: :class:`ChunkInputs` or :class:`RecurrentInputs` of
-        any array kind; never written to.
+    Args:
+        request: the validated call.
+        inputs: :class:`ChunkInputs` or :class:`RecurrentInputs` of any array kind; never written to.
 
-    Returns: ``o`` ``[B, T, HV, V]``, zero at tokens that are not read; ``final_state`` when asked
-        for, and always with ``inplace_state``, where it is the whole pool that is written
-        (``write_pool``, or the whole ``initial_state``) as it should be afterwards;
-        ``checkpoints`` when asked for.
+    Returns:
+        ``o`` ``[B, T, HV, V]``, zero at tokens that are not read; ``final_state`` when requested, and always
+        with ``inplace_state``, where it is the whole pool that is written (``write_pool``, or the whole
+        ``initial_state``) as it should be afterwards; ``checkpoints`` when requested.
     """
     rows, lengths, states = layout_of(request, inputs)
     x = _prepare(request, _only_read(inputs, rows), rows)

@@ -20,7 +20,7 @@ from kdacore.types import Backend, Forward, OpImpl, Request, Requirement
 
 VERIFIED = frozenset({"sm_90"})
 """Architectures the conformance suite has run on, all ops
-(benchmarks/results/h200/conformance-cuda.json); others are checked once, on the machine, before
+(benchmarks/results/h200/verify-cuda.json); others are checked once, on the machine, before
 auto uses them."""
 
 

@@ -12,6 +12,8 @@ OptionKind = Literal["flag", "number", "count", "ranks"]
 ranks that a call is spread over, or None; :mod:`kdacore.parallel` serves such calls, and makes others of them without
 it."""
 
+_DOC: Any = field(default="", compare=False)
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayArgument:
@@ -31,6 +33,8 @@ class ArrayArgument:
     writable: bool = False
     """A call may ask for it to be written, so the fast path compares its strides."""
     differentiable: bool = False
+    doc: str = _DOC
+    """What stands of it under ``Args:`` of the public function. Empty: described with the argument after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Option:
     field: str = ""
     """The field of :class:`kdacore.types.Request` that it sets. Without one, a value other than the
     default is found by :meth:`kdacore.types.Request.option`."""
+    doc: str = _DOC
+    """What stands of it under ``Args:`` of the public function."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Draw a record: ``python -m benchmarks.plot benchmarks/results/h200/few-heads.json docs/images/few-heads.svg``."""
+"""Draw a record: ``python -m benchmarks.plot benchmarks/results/h200/few-heads.json few-heads.svg``."""
 
 from __future__ import annotations
 

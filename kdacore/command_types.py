@@ -19,7 +19,7 @@ class KernelBuilder:
 
     backend: str
     architectures: tuple[str, ...]
-    """Those that are built by default."""
+    """Architectures that are built by default."""
     folder: Path
     """Where compiled kernels go by default."""
     problem: Callable[[str], str | None]

@@ -33,7 +33,7 @@ BUILTIN_PLUGINS = (
 OWN_DISTRIBUTION = "kdacore"
 BY_HAND = "(registered by hand)"
 MOST_BACKENDS = 1000
-"""Of one plugin; more come from a generator that has no end."""
+"""The most backends of one plugin; more come from a generator that has no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Registry:
         self._clear()
 
     def renew_lock(self) -> None:
-        """In a forked child: the old lock may be held by a thread that the child does not have."""
+        """Make a new lock in a forked child: the old one may be held by a thread that the child does not have."""
         self._lock = threading.RLock()
 
     def _clear(self) -> None:

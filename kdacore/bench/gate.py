@@ -26,7 +26,7 @@ BOUNDS = {
 }
 """Twice the contract's section 4, as it allows for these gates (float32: with tf32)."""
 FLAT = 1e-3
-"""Of the gate's largest slope: where it is flatter, float32 rounds the slope itself (1 - sigmoid near 1)."""
+"""Share of the gate's largest slope below which float32 rounds the slope itself (1 - sigmoid near 1)."""
 GRADIENTS = ("q", "k", "v", "g", "beta")
 
 

@@ -87,7 +87,7 @@ def _add_switch(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def _first_sentence(doc: str) -> str:
-    """Of what the public function says, as argparse wants it."""
+    """The first sentence of what the public function says of an option, as argparse wants it."""
     return re.split(r"[.;:](?: |$)", doc)[0].replace("``", "").replace("%", "%%")
 
 

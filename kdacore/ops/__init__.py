@@ -452,15 +452,15 @@ SEQUENCE_FEATURES = GATE_FEATURES | {
     "qk_l2norm",
     "state_v_first",
 }
-"""Of the chunked and the recurrent ops: what a call for training or for a plain forward may use."""
+"""What calls of the chunked and the recurrent ops may use for training or a plain forward."""
 POOL_FEATURES = frozenset(
     {"has_initial_state", "inplace_state", "null_index", "state_pool", "write_indices", "write_pool"}
 )
-"""Of the chunked and the recurrent ops: states in the rows of a pool, as serving engines hold them."""
+"""States in the rows of a pool, as serving engines hold them; in the chunked and the recurrent ops."""
 CHECKPOINT_FEATURES = frozenset({"checkpoint_offsets", "checkpoints"})
-"""Of the chunked ops: states inside a sequence."""
+"""States inside a sequence; in the chunked ops."""
 RECURRENT_FEATURES = frozenset({"accepted_tokens", "read_only_state"})
-"""Of the recurrent ops: candidate tokens."""
+"""Candidate tokens; in the recurrent ops."""
 STAGE_FEATURES: dict[str, frozenset[str]] = {
     "kda_chunk_gate": GATE_FEATURES | {"packed"},
     "kda_chunk_intra": frozenset({"grouped_value_heads", "packed"}),
@@ -468,7 +468,7 @@ STAGE_FEATURES: dict[str, frozenset[str]] = {
     "delta_rule_chunk_state": frozenset({"initial_state", "packed", "state_v_first"}),
     "kda_chunk_output": frozenset({"grouped_value_heads", "packed"}),
 }
-"""Of each stage."""
+"""The features of each stage."""
 
 STAGES: tuple[str, ...] = tuple([name for name, definition in OPS.items() if definition.family == "stage"])
 

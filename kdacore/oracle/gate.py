@@ -17,7 +17,7 @@ subnormal numbers."""
 
 
 def sigmoid(x: F64) -> F64:
-    """Without overflow for either sign."""
+    """The logistic function, without overflow for either sign."""
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, e) / (1.0 + e)
 

@@ -291,7 +291,7 @@ def _step_backward(dS: F64, before: F64, after: F64, x: Tokens, dx: Tokens, do: 
 
 
 def _finish_grads(request: Request, inputs: Any, rows: I64, dx: Tokens, dS: F64) -> InputGrads:
-    """From value-head space back through GVA, l2norm, sigmoid and gate to the caller's inputs."""
+    """Gradients of the caller's inputs from those in value-head space: back through GVA, l2norm, sigmoid and gate."""
     size = (request.B, request.T)
     group = request.HV // request.H
 

@@ -19,7 +19,7 @@ from kdacore.types import OutputGrads, Request
 
 
 class Pair(NamedTuple):
-    """A result beside what it should be, both NumPy."""
+    """A result and its expected value, both NumPy."""
 
     quantity: Quantity
     dtype: str
@@ -91,7 +91,7 @@ def _convert(request: Request, name: str, x: Any) -> Any:
 
 
 def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
-    """What the call returned beside what it should have."""
+    """Each result of the call and its expected value."""
     from kdacore.oracle import gate, recurrence
 
     if request.op == "kda_gate":

@@ -248,7 +248,8 @@ class SingleThreadedBlas:
         self.before = 1
 
     def renew_in_child(self) -> None:
-        """In a forked child, which has none of the threads that were inside and would wait for them."""
+        """Start anew in a forked child, which has none of the threads that were inside and would
+        wait for them."""
         self.lock = threading.Lock()
         if self.inside and (blas := bundled_openblas()) is not None:
             blas.set_threads(self.before)

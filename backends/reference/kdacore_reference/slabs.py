@@ -75,7 +75,7 @@ class Slab:
     sequence."""
 
     counts: list[int]
-    """At each chunk, how many of the unit's sequences have tokens left: always the first ones."""
+    """Number of the unit's sequences that have tokens left at each chunk: always the first ones."""
     first_chunk: int
     rows: I64 | slice
     """Row in the flattened ``[B*T]`` axis of each of the ``blocks * CHUNK`` tokens; padding repeats

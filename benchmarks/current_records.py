@@ -64,7 +64,7 @@ def _by_case(preset: str, rows: list[Record]) -> list[Record]:
 
 
 def _renumbered(preset: str, runs: list[Record], rows: list[Record], figures: list[Record]) -> Record:
-    """Without the runs of which nothing is left."""
+    """The record without the runs of which nothing is left."""
     used = sorted({row["run"] for row in rows})
     place = {number: i for i, number in enumerate(used)}
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ pytest.importorskip("triton")
 from kdacore.bench import config_search  # noqa: E402
 from kdacore.bench.clock import Budget  # noqa: E402
 from kdacore.cli import main as cli  # noqa: E402
+from kdacore.command_types import ConfigTuner  # noqa: E402
+from kdacore.hookspecs import hookimpl  # noqa: E402
 from kdacore.oracle import recurrence, stages  # noqa: E402
-from kdacore.types import Device, IntraOutputs, Outputs  # noqa: E402
+from kdacore.registry import REGISTRY  # noqa: E402
+from kdacore.types import Backend, Device, IntraOutputs, OpImpl, Outputs, Requirement  # noqa: E402
 from kdacore_triton import configs, tune_jobs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("every_backend")
@@ -55,6 +59,46 @@ def test_what_it_cannot_do(
 ) -> None:
     assert cli.main(["tune", "configs", *words]) == status
     assert said in capsys.readouterr().err
+
+
+class _TunedElsewhere:
+    """A plugin with one rule to tune, whose backend misses something."""
+
+    @hookimpl
+    def kdacore_backends(self) -> list[Backend]:
+        needs = Requirement("moonlib", lambda: "moonlib is not installed", "pip install moonlib")
+        ops = {"chunk_kda": OpImpl(lambda request, inputs: Outputs(inputs.v))}
+        return [Backend("moon", "1", ("torch",), ops, requirements=(needs,))]
+
+    @hookimpl
+    def kdacore_config_tuners(self) -> list[ConfigTuner]:
+        return [ConfigTuner("moon", self.jobs, lambda path, arch, chosen: None)]
+
+    def jobs(self, arch: str, ops: tuple[str, ...]) -> list[tune_jobs.Job]:
+        job = tune_jobs.Job("chunk_kda", "moon", {}, {"tile": 3}, {"T": 7})
+        return [job] if arch == "sm_90" and "chunk_kda" in (ops or ("chunk_kda",)) else []
+
+
+@pytest.fixture
+def tuned_elsewhere() -> Iterator[None]:
+    REGISTRY.register(_TunedElsewhere(), "moon")
+    yield
+    REGISTRY.reset()
+
+
+def test_rules_of_every_plugin_are_listed(tuned_elsewhere: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "configs", "--list", "--arch", "sm_90", "--only", "everything else"]) == 0
+    out = capsys.readouterr().out
+    assert "tile=3" in out and "T=7" in out and "kda_chunk_intra" in out
+    assert cli.main(["tune", "configs", "--list", "--arch", "sm_80", "--op", "chunk_kda"]) == 0
+    assert "tile=3" not in capsys.readouterr().out
+
+
+def test_what_a_tuned_backend_misses_is_named(
+    tuned_elsewhere: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", "configs"]) == 1
+    assert "moon: moonlib is not installed: pip install moonlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_80", "gfx942"])

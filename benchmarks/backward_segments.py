@@ -34,7 +34,7 @@ PRESET = "backward-segments"
 
 
 def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: int) -> InputGrads:
-    """In segments of so many chunks; 0: in one chain per head."""
+    """The backward in segments of so many chunks; 0: in one chain per head."""
     with (
         mock.patch.object(choice, "use_segments_backward", lambda items, multiprocessors: chunks > 0),
         mock.patch.object(chunk_backward_segments, "chunks_per_segment", lambda *given: chunks or 1),

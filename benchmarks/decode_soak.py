@@ -167,7 +167,7 @@ class Server:
         self.step += BLOCK
 
     def restart(self) -> None:
-        """As if nothing had been decoded. Rows hold NaN until their first life."""
+        """Forget everything that was decoded. Rows hold NaN until their first life."""
         self.step.zero_()
         self.pool.fill_(torch.nan)
 
@@ -218,7 +218,7 @@ class Error(NamedTuple):
     row: int
     tokens: int
     o: float
-    """Of the outputs that are still in the ring."""
+    """Error of the outputs that are still in the ring."""
     state: float
 
 
@@ -256,7 +256,7 @@ def exact(x: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def bounds(device: torch.device) -> tuple[float, float]:
-    """Of outputs and states."""
+    """The bounds of outputs and states."""
     where = devices.torch_device(device.type, 0)
     return bound("o", where, "bfloat16", "bfloat16"), bound("state", where, "bfloat16", "float32")
 

@@ -106,7 +106,7 @@ def computed(given: Arrays, do: torch.Tensor, kind: str, backend: str, heads: in
 
 
 def errors(got: Arrays, want: Arrays) -> dict[str, torch.Tensor]:
-    """Of each draw, by name of the argument."""
+    """Error of each draw, by name of the argument."""
 
     def norms(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, HEADS, x[0].numel()).flatten(1).norm(dim=1)

@@ -280,7 +280,7 @@ def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
 
 
 def fla_model(rounds: int, tokens: int = 8192, decoded: int = 64) -> Rows:
-    """As :func:`model`, of flash-linear-attention's KDA model."""
+    """Like :func:`model`, of flash-linear-attention's KDA model."""
     from fla.models import KDAConfig, KDAForCausalLM
 
     configuration = KDAConfig(

@@ -1,8 +1,8 @@
 """Write the tables and pictures of docs/performance.md and of the README from the committed results.
 
 ``python -m benchmarks.performance_page`` writes them; ``--check`` exits 1 where they are not what it would write.
-A table stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. To use a new record, add it to the end of
-its list below: where two records have the same row, the later one counts.
+A table stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. A new measurement replaces the rows of earlier
+ones in the record of its preset: ``python -m benchmarks.current_records``.
 """
 
 from __future__ import annotations
@@ -24,27 +24,15 @@ PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
 
-FORWARD = (
-    "h200/bench-peers",
-    "h200/bench-all-peers",
-    "h200/bench-forward-training",
-    "h200/bench-prefill",
-    "h200/bench-forward-composed",
-)
-TRAINING = (
-    "h200/bench-peers",
-    "h200/training-peers",
-    "h200/bench-forward-training",
-    "h200/bench-training-later",
-    "h200/bench-training-helpers",
-)
-HEADS = ("h200/bench-heads", "h200/bench-heads-helpers")
-CHOICE = "h100/bench-choice"
-DECODE = ("h200/decode",)
-STAGES = ("h200/stages-bench",)
-HOST = ("h200/bench", "h200/bench-ours", "h200/bench-host")
-FIRST_CALL = ("h200/first-call",)
-CPU = ("cpu/reference", "cpu/xla", "cpu/dispatch", "cpu/import")
+FORWARD = "h200/h200-forward"
+TRAINING = "h200/h200-training"
+HEADS = "h200/h200-heads"
+CHOICE = "h100/h200-choice"
+DECODE, DECODE_GRAPH = "h200/h200-decode", "h200/h200-decode-graph"
+STAGES = "h200/h200-stages"
+HOST = "h200/h200-host"
+FIRST_CALL = "h200/h200-first-call"
+CPU = ("cpu/cpu", "cpu/xla", "cpu/dispatch", "cpu/import")
 MEMORY_RATE = "h200/memory-rates"
 XLA, XLA_GRADIENT = "h200/xla", "h200/xla-grad"
 TPU = "tpu-compiler/report"
@@ -60,7 +48,6 @@ SHOWN_STAGES = (
     "pack of 8, 65536 tokens HQK64",
 )
 """The record has 22 sizes; these are enough for the page."""
-NOT_MEASURED = "Not measured yet.\n"
 GATES_DIFFER = 0.02
 """Times on the two gate sets that differ by more than this are both shown."""
 
@@ -126,40 +113,37 @@ class Records:
 
     def __init__(self) -> None:
         self.contents: dict[str, dict[str, Any]] = {}
-        self.used: dict[str, set[str]] = {}
+        self.used: dict[tuple[str, int], set[str]] = {}
+        """What of the page was taken from each run of a record."""
         self.versions: dict[str, set[str]] = {name: set() for name in PEERS.values()}
 
-    def read(self, name: str, part: str) -> dict[str, Any]:
+    def read(self, name: str, part: str, run: int = 0) -> dict[str, Any]:
+        """A record; ``part`` of the page is from its run of this number."""
         if name not in self.contents:
             self.contents[name] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         if part:
-            self.used.setdefault(name, set()).add(part)
+            self.used.setdefault((name, run), set()).add(part)
         return self.contents[name]
 
-    def cases(self, part: str, names: Iterable[str], phase: str) -> dict[str, Case]:
-        """The cases of one phase, later records replacing earlier ones row by row."""
+    def run(self, name: str, number: int) -> dict[str, Any]:
+        """What a record says of one of its runs; a record of one run has it at the top."""
+        record = self.contents[name]
+        run: dict[str, Any] = record["runs"][number] if "runs" in record else record
+        return run
+
+    def cases(self, part: str, name: str, phase: str) -> dict[str, Case]:
+        """The cases of one phase."""
         cases: dict[str, Case] = {}
-        source: dict[tuple[str, str], str] = {}
-        for name in names:
-            if not (RESULTS / f"{name}.json").exists():
+        for row in self.read(name, "")["rows"]:
+            if row["phase"] != phase or row["status"] not in ("ok", "wrong"):
                 continue
-            for row in self.read(name, "")["rows"]:
-                if row["phase"] != phase or row["status"] not in ("ok", "wrong"):
-                    continue
-                contender = self._contender(row["contender"])
-                case = cases.setdefault(row["case"], Case(row["case"], row["shape"]))
-                if source.get((case.name, contender)) != name:
-                    case.times[contender] = Time()
-                    source[case.name, contender] = name
-                time = case.times[contender]
-                time.by_gates[row["gates"]] = row["seconds"]
-                time.peak = max(time.peak or 0, row["peak_bytes"] or 0) or None
-        for (_, contender), name in source.items():
-            self.read(name, f"{part} ({contender.removeprefix('kdacore ')})")
-        read = [self.contents[name] for name in names if name in self.contents]
-        rows = [row for record in read for row in record["rows"] if row["phase"] == phase]
-        order = {row["case"]: i for i, row in enumerate(rows)}
-        return dict(sorted(cases.items(), key=lambda item: order[item[0]]))
+            contender = self._contender(row["contender"])
+            case = cases.setdefault(row["case"], Case(row["case"], row["shape"]))
+            time = case.times.setdefault(contender, Time())
+            time.by_gates[row["gates"]] = row["seconds"]
+            time.peak = max(time.peak or 0, row["peak_bytes"] or 0) or None
+            self.read(name, f"{part} ({contender.removeprefix('kdacore ')})", row["run"])
+        return cases
 
     def _contender(self, name: str) -> str:
         for prefix, peer in PEERS.items():
@@ -211,8 +195,6 @@ def decode_bytes(case: Case) -> int:
 
 def compare(records: Records, cases: dict[str, Case], floors: dict[str, float], unit: float) -> str:
     """One row a case: the floor, ours, the peers, and both ratios."""
-    if not cases:
-        return NOT_MEASURED
     shown = [peer for peer in PEERS.values() if any(peer in case.times for case in cases.values())]
     lines = []
     for case in cases.values():
@@ -269,8 +251,6 @@ def stage_table(records: Records, cases: dict[str, Case]) -> str:
 
 def choice_table(records: Records) -> str:
     """How many choices were the fastest, and those that were not within 5 %."""
-    if not (RESULTS / f"{CHOICE}.json").exists():
-        return NOT_MEASURED
     record = records.read(CHOICE, "automatic choice")
     *choices, share, worst = [f for f in record["figures"] if f["preset"] == "h200-choice"]
     said = f"{share['name'][0].upper()}{share['name'][1:]}: {share['value']:.1f} %. Worst: {worst['value']:.2f}x.\n"
@@ -295,7 +275,7 @@ def cpu_table(records: Records) -> str:
         for row in record["rows"]:
             if row["seconds"] is not None:
                 what = ", ".join(part for part in (row["case"], row["contender"]) if part != "kdacore")
-                lines.append([record["presets"][0], what, _duration(row["seconds"])])
+                lines.append([row["preset"], what, _duration(row["seconds"])])
     return _table(["preset", "what", "median"], lines)
 
 
@@ -340,8 +320,8 @@ def tpu_table(records: Records) -> str:
 
 def records_table(records: Records) -> str:
     lines = []
-    for name in sorted(records.used):
-        record = records.contents[name]
+    for name, number in sorted(records.used):
+        record = records.run(name, number)
         machine, versions = record.get("machine") or {}, record.get("versions") or {}
         gpu = machine.get("nvidia driver", "") if name.startswith("h200") else ""
         where = gpu or (record.get("device") or machine.get("cpu") or "no device")
@@ -352,7 +332,9 @@ def records_table(records: Records) -> str:
         libraries = ", ".join(f"{key} {versions[key]}" for key in wanted if key in versions)
         commit = (record.get("commit") or "")[:7]
         cells = [f"`benchmarks/results/{name}.json`", f"`{commit}`" if commit else ""]
-        lines.append([*cells, (record.get("when") or "")[:10], where, libraries, _parts(records.used[name])])
+        lines.append(
+            [*cells, (record.get("when") or "")[:10], where, libraries, _parts(records.used[name, number])]
+        )
     return _table(["record", "commit", "date", "machine", "libraries", "used for"], lines)
 
 
@@ -462,16 +444,16 @@ def files() -> dict[Path, str]:
     records = Records()
     rate = memory_rate(records)
     parts = {}
-    for part, names, phase, count in (
+    for part, name, phase, count in (
         ("forward", FORWARD, "forward", forward_bytes),
         ("training", TRAINING, "training", training_bytes),
         ("prompts", HEADS, "forward", prompt_bytes),
         ("few heads", HEADS, "training", training_bytes),
         ("decode", DECODE, "decode", decode_bytes),
-        ("decode in a graph", DECODE, "graph", decode_bytes),
+        ("decode in a graph", DECODE_GRAPH, "graph", decode_bytes),
     ):
-        cases = records.cases(part, names, phase)
-        parts[part] = Part(cases, {name: count(case) / rate for name, case in cases.items()})
+        cases = records.cases(part, name, phase)
+        parts[part] = Part(cases, {case: count(of) / rate for case, of in cases.items()})
     forward, training = parts["forward"], parts["training"]
     decode, graph = parts["decode"], parts["decode in a graph"]
     prompts, heads = parts["prompts"], parts["few heads"]

@@ -1,8 +1,8 @@
-"""Draw docs/images/*.svg from the committed results: ``python -m benchmarks.plot`` in the checkout."""
+"""Draw a record: ``python -m benchmarks.plot benchmarks/results/h200/few-heads.json few-heads.svg``."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -11,42 +11,28 @@ from benchmarks.by_heads import draw_by_heads
 from kdacore.bench.plot import draw
 from kdacore.bench.results import read
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def main() -> None:
-    """One picture for each results file with something to compare."""
-    for source in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
-        record = json.loads(source.read_text(encoding="utf-8"))
-        if record.get("rows") and all("before" in row for row in record["rows"]):
-            contents = before_and_after(record)
-        elif record.get("presets") == ["context-parallel"]:
-            continue  # drawn as ratios by benchmarks.context_parallel.picture
-        elif "presets" in record:
-            contents = read(source)
-            if record["presets"] == ["backward-segments"]:
-                contents = forms_apart(contents)
-        else:
-            continue  # a record of something else than kdacore bench
-        timed = [row for row in contents["rows"] if row["seconds"] is not None]
-        if len(timed) < 2:
-            continue
-        picture = ROOT / "docs" / "images" / f"{source.parent.name}-{source.stem}.svg"
-        if "few-heads-forms" in source.stem:
-            draw_by_heads(contents, picture)
-        else:
-            draw(contents, picture)
-        print(f"{source.relative_to(ROOT)} -> {picture.relative_to(ROOT)}")
+    """A bar for each contender of each case, or lines by number of heads."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "record", type=Path, help="what kdacore bench or a benchmark wrote, or a current record"
+    )
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    parser.add_argument(
+        "--by-heads", action="store_true", help="a line for each contender, by number of heads"
+    )
+    args = parser.parse_args()
+    contents = of_last_run(read(args.record))
+    if contents["presets"] == ["backward-segments"]:
+        contents = forms_apart(contents)
+    (draw_by_heads if args.by_heads else draw)(contents, args.picture)
+    print(f"{args.record} -> {args.picture}")
 
 
-def before_and_after(record: dict[str, Any]) -> dict[str, Any]:
-    """Rows that hold both times of a change as two contenders; those without a bound on their gates are left out."""
-    rows = []
-    for row in record["rows"]:
-        if "unbounded" not in row["case"]:
-            rows.append({**row, "contender": "before", "seconds": row["before"], "gates": ""})
-            rows.append({**row, "contender": "after", "gates": ""})
-    return {"rows": rows, "machine": {"cpu": record["machine"]}}
+def of_last_run(contents: dict[str, Any]) -> dict[str, Any]:
+    """A current record with what its last run says at the top, as a record of one run has it."""
+    return {**contents["runs"][-1], **contents} if "runs" in contents else contents
 
 
 def forms_apart(contents: dict[str, Any]) -> dict[str, Any]:

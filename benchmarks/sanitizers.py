@@ -59,7 +59,7 @@ class Share(NamedTuple):
     calls: Calls
     seeds: range
     many: bool = False
-    """Of calls of many items only."""
+    """Draw calls of many items only."""
 
 
 def shares(seed: int, count: int, jobs: int) -> list[tuple[int, int]]:

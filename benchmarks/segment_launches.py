@@ -43,7 +43,7 @@ def gate(case: Case) -> None:
 
 
 def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
-    """Those of a call in segments, each on what the ones before it left."""
+    """The launches of a call in segments, each on what the ones before it left."""
     call = chunk_forward_segments.prepare_call(request, inputs)
     arch = chunk_forward_segments.plan_of(request).chunks.arch
 

@@ -1,5 +1,7 @@
 """The public functions: they bind a call's arguments and hand them to dispatch.
 
+Written by ``python -m codegen.public_api`` from kdacore/ops and codegen/api.py.in; do not edit.
+
 Source of the operation: Kimi Linear, arXiv 2510.26692 (KDA); Gated Delta Networks, arXiv 2412.06464 (GDN).
 """
 
@@ -74,51 +76,60 @@ def chunk_kda(
         A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
         dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
         scale: factor on the output; ``K ** -0.5`` when None. 0, or 1e-30 to 1e30 in size.
-        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32 or bfloat16; zeros
-            when None.
+        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32 or bfloat16;
+            zeros when None.
         output_final_state: return the state after the last token of each sequence.
         use_qk_l2norm_in_kernel: replace q and k by ``x / sqrt(sum(x*x) + 1e-6)`` over K.
         use_gate_in_kernel: compute the log decay from ``x = g + dt_bias``: ``-exp(A_log) * softplus(x)``, or
             ``lower_bound * sigmoid(exp(A_log) * x)`` when ``lower_bound`` is given.
         use_beta_sigmoid_in_kernel: apply ``sigmoid`` to beta, in float32.
         allow_neg_eigval: ``2 * sigmoid(beta)`` instead.
-        safe_gate: promise that every log decay lies in ``[lower_bound, 0]``; needs ``lower_bound``. A property
-            of the model, not a speed switch.
-        lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number of 1e-30 to 1e30 in size.
+        safe_gate: promise that every log decay lies in ``[lower_bound, 0]``; needs ``lower_bound``. A
+            property of the model, not a speed switch.
+        lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number of 1e-30 to 1e30
+            in size.
         state_v_first: states are ``[N, HV, V, K]``.
-        cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to at most T; then ``B == 1``.
-            Sequences may be empty. Tokens from ``cu_seqlens[-1]`` on are padding and belong to no sequence: they
-            are not read, their rows of a new ``o`` and their gradients are zero, and ``out`` is not written there.
+        cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to at most T; then
+            ``B == 1``. Sequences may be empty. Tokens from ``cu_seqlens[-1]`` on are padding and belong to no
+            sequence: they are not read, their rows of a new ``o`` and their gradients are zero, and ``out``
+            is not written there.
         cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
             with them.
-        state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[P, HV, K, V]`` whose rows may have any
-            stride, and sequence n starts from this row. A negative index, or ``null_index``, is no slot: the
-            sequence is padding; its ``o`` and final state are zero and nothing is written for it.
-        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row holds.
-        inplace_state: write final states into the pool: into row ``write_indices[n]`` of ``write_pool``. Rows not
-            named stay bitwise as they were. JAX arrays cannot be written: there the updated pool is returned as the
-            final state.
+        state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[P, HV, K, V]`` whose rows may
+            have any stride, and sequence n starts from this row. A negative index, or ``null_index``, is no
+            slot: the sequence is padding; its ``o`` and final state are zero and nothing is written for it.
+        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row
+            holds.
+        inplace_state: write final states into the pool: into row ``write_indices[n]`` of ``write_pool``. Rows
+            not named stay bitwise as they were. JAX arrays cannot be written: there the updated pool is
+            returned as the final state.
         null_index: a row number, besides the negative ones, that names no slot.
-        write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default. Entries that name
-            no slot write nothing. A row that one sequence writes must not be read or written by another.
-        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by default.
-        checkpoint_offsets: ``[C]`` int32 or int64 positions of tokens in the pack (``B == 1``), each a multiple of 16
-            from the start of the sequence that holds it: the state before that token is written to the pool, with
-            ``inplace_state``.
-        checkpoint_indices: ``[C]`` int32 or int64 rows for these states; an entry that names no slot writes nothing.
-        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool that is written may
-            overlap itself or another argument.
-        disable_recompute: a backend may keep what its backward would otherwise recompute, in more memory: the same
-            results within the same bounds, and faster where that pays. Of kdacore's own backends ``pallas`` does, and
-            ``cuda`` in eager torch calls with 13 or more sequences times value heads (2084 bytes a token and value
-            head; for when that pays see docs/guide/calling.md). For the others it changes nothing.
-        checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of 64.
-        cp: the ranks that a row is split over, each of which makes this call with its own T tokens: rank r has tokens
-            ``[r*T, (r+1)*T)`` of the whole row. A ``torch.distributed`` process group or a ``DeviceMesh`` of one
-            dimension; with JAX, inside ``shard_map``, the name of a mesh axis. Then ``cu_seqlens`` are offsets over the
-            whole row, the same on every rank; ``initial_state`` and ``final_state`` are those of all N sequences on
-            every rank; and gradients of what every rank holds (``initial_state``, ``A_log``, ``dt_bias``) are each
-            rank's share of a sum. See docs/guide/long-context.md.
+        write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default. Entries
+            that name no slot write nothing. A row that one sequence writes must not be read or written by
+            another.
+        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
+            default.
+        checkpoint_offsets: ``[C]`` int32 or int64 positions of tokens in the pack (``B == 1``), each a
+            multiple of 16 from the start of the sequence that holds it: the state before that token is
+            written to the pool, with ``inplace_state``.
+        checkpoint_indices: ``[C]`` int32 or int64 rows for these states; an entry that names no slot writes
+            nothing.
+        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool that is
+            written may overlap itself or another argument.
+        disable_recompute: a backend may keep what its backward would otherwise recompute, in more memory: the
+            same results within the same bounds, and faster where that pays. Of kdacore's own backends
+            ``pallas`` does, and ``cuda`` in eager torch calls with 13 or more sequences times value heads
+            (2084 bytes a token and value head; for when that pays see docs/guide/calling.md). For the others
+            it changes nothing.
+        checkpoint_every: also return the state at the start of every block of this many tokens, a multiple of
+            64.
+        cp: the ranks that a row is split over, each of which makes this call with its own T tokens: rank r
+            has tokens ``[r*T, (r+1)*T)`` of the whole row. A ``torch.distributed`` process group or a
+            ``DeviceMesh`` of one dimension; with JAX, inside ``shard_map``, the name of a mesh axis. Then
+            ``cu_seqlens`` are offsets over the whole row, the same on every rank; ``initial_state`` and
+            ``final_state`` are those of all N sequences on every rank; and gradients of what every rank holds
+            (``initial_state``, ``A_log``, ``dt_bias``) are each rank's share of a sum. See
+            docs/guide/long-context.md.
         backend: force one backend; see :func:`kdacore.explain` for what each can serve.
 
     Returns:
@@ -330,23 +341,25 @@ def fused_recurrent_kda(
         initial_state: the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with
             ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.
         state_indices: int32 or int64. ``[N]``: the pool row of each sequence. ``[N, W]`` with
-            ``num_accepted_tokens``: a row for each candidate token. A sequence that would start from a negative
-            index, or from ``null_index``, has no slot and is padding: its ``o`` and final state are zero and nothing
-            is written for it.
-        num_accepted_tokens: ``[N]`` int32 or int64, for speculative decoding: sequence n starts from the state
-            in row ``state_indices[n, num_accepted_tokens[n] - 1]`` (from zeros for 0).
-        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row holds.
-        inplace_state: write final states into the pool; rows not named stay bitwise as they were. JAX arrays cannot
-            be written: there the updated pool is returned as the final state.
+            ``num_accepted_tokens``: a row for each candidate token. A sequence that would start from a
+            negative index, or from ``null_index``, has no slot and is padding: its ``o`` and final state are
+            zero and nothing is written for it.
+        num_accepted_tokens: ``[N]`` int32 or int64, for speculative decoding: sequence n starts from the
+            state in row ``state_indices[n, num_accepted_tokens[n] - 1]`` (from zeros for 0).
+        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row
+            holds.
+        inplace_state: write final states into the pool; rows not named stay bitwise as they were. JAX arrays
+            cannot be written: there the updated pool is returned as the final state.
         null_index: a row number, besides the negative ones, that names no slot.
-        write_indices: int32 or int64 rows that ``inplace_state`` writes, ``state_indices`` by default. ``[N]``: the
-            final state of each sequence. ``[N, W]``: the state after token t goes to row ``write_indices[n, t]``.
-            Entries that name no slot write nothing. A row that one sequence writes must not be read or written by
-            another.
-        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by default.
+        write_indices: int32 or int64 rows that ``inplace_state`` writes, ``state_indices`` by default.
+            ``[N]``: the final state of each sequence. ``[N, W]``: the state after token t goes to row
+            ``write_indices[n, t]``. Entries that name no slot write nothing. A row that one sequence writes
+            must not be read or written by another.
+        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
+            default.
         read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
-        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool written in place may
-            overlap itself or another argument.
+        out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool written in
+            place may overlap itself or another argument.
 
     Returns:
         ``(o, final_state)``. ``final_state`` is None unless ``output_final_state``; with ``inplace_state`` it is
@@ -446,7 +459,7 @@ def fused_recurrent_gated_delta_rule(
     """The gated delta rule token by token: :func:`fused_recurrent_kda` with one decay for each head.
 
     Args:
-        g: ``[B, T, HV]``.
+        g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
         dt_bias: ``[HV]``.
 
     Everything else, the results and the errors are those of :func:`fused_recurrent_kda`.
@@ -521,7 +534,7 @@ def kda_gate(
         A_log: ``[HV]`` float32; needed without ``lower_bound``.
         dt_bias: ``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head).
         lower_bound: a negative number of 1e-30 to 1e30 in size, or None for the unbounded gate.
-        backend: force one backend.
+        backend: force one backend; see :func:`kdacore.explain` for what each can serve.
 
     Returns:
         The log decay, shaped as ``g``, float32 (float64 for float64 input).

@@ -1,4 +1,4 @@
-"""Signatures of kdacore/api.py for type checkers. Written by tests/typing/api_stub.py; do not edit."""
+"""Signatures of kdacore/api.py for type checkers. Written by ``python -m codegen.public_api``; do not edit."""
 
 from collections.abc import Callable
 from typing import Any, overload

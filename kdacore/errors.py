@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _LONGEST = 400
 """Characters of a value that a message repeats."""
 _MOST_BITS = 1024
-"""Of an integer that is written out: Python refuses to write those of thousands of digits."""
+"""The most bits of an integer that is written out: Python refuses to write those of thousands of digits."""
 
 
 def shown(value: Any) -> str:

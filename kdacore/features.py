@@ -164,6 +164,14 @@ FEATURES: tuple[Feature, ...] = (
     Feature("K = 60, V = 100", {"K": 60, "V": 100}),
     *(Feature(f"chunks of {n}", {"chunk_size": n}, ("stage",)) for n in (16, 32, 64)),
 )
+_NAMED = {name for feature in FEATURES for name in feature.change}
+_FLAGS = dict.fromkeys(o.name for op in OPS.values() for o in op.option_arguments if o.kind == "flag")
+# Flags that are not above: one that is added to an op's definition has a row at once.
+FEATURES += tuple(
+    Feature(name, {name: True}, _ALL, ops=tuple(op for op in OPS if name in OPS[op].options))
+    for name in _FLAGS
+    if name not in _NAMED
+)
 
 _MODEL = {
     **_SAFE,

@@ -1,4 +1,4 @@
-"""The hooks a plugin may implement. Each example runs in the tests (tests/registry/test_hookspecs.py).
+"""The hooks a plugin may implement. Each example runs in the tests (tests/docs/test_examples.py).
 
 A plugin is a module (or any object) named by an entry point of the group ``kdacore``. It decorates what it
 implements with :data:`hookimpl`. Hooks are called while backends are listed and calls are selected, never on
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from kdacore.command_types import ConfigTuner, KernelBuilder
     from kdacore.types import Backend, Candidate, Request, Selection
 
 PROJECT = "kdacore"
@@ -85,4 +86,50 @@ def kdacore_choose(request: Request, candidates: tuple[Candidate, ...]) -> str |
         ...     def kdacore_choose(self, request, candidates):
         ...         names = [c.backend for c in candidates if c.supported]
         ...         return "reference" if request.T < 16 and "reference" in names else None
+    """
+
+
+@hookspec
+def kdacore_kernel_builders() -> Iterable[KernelBuilder]:  # type: ignore[empty-body]
+    """What ``kdacore build`` compiles ahead of time. Called by that command alone, so it may import the compiler.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from kdacore.command_types import KernelBuilder
+        >>> from kdacore.hookspecs import hookimpl
+        >>> def problem(arch):
+        ...     return None if arch in ("sm_90", "sm_100") else "the kernels need sm_90 or sm_100"
+        >>> def build(architectures, folder, report):
+        ...     files = [folder / f"copy.{arch}" for arch in architectures]
+        ...     for file in files:
+        ...         _ = file.write_bytes(b"machine code")
+        ...         report(f"{file.name}: {file.stat().st_size} bytes")
+        ...     return files
+        >>> class Plugin:
+        ...     @hookimpl
+        ...     def kdacore_kernel_builders(self):
+        ...         return [KernelBuilder("copy", ("sm_90",), Path("copies"), problem, build)]
+        >>> [builder.architectures for builder in Plugin().kdacore_kernel_builders()]
+        [('sm_90',)]
+    """
+
+
+@hookspec
+def kdacore_config_tuners() -> Iterable[ConfigTuner]:  # type: ignore[empty-body]
+    """Launch configurations that ``kdacore tune configs`` measures. Called by that command alone; import the array
+    framework in the functions, since ``--list`` needs none.
+
+    Examples:
+        >>> from kdacore.command_types import ConfigTuner
+        >>> from kdacore.hookspecs import hookimpl
+        >>> def jobs(arch, ops):
+        ...     return []  # objects as kdacore.command_types.TuningJob describes them
+        >>> def write(path, arch, chosen):
+        ...     path.write_text("".join(f"{job.name}: {config}" for job, config in chosen))
+        >>> class Plugin:
+        ...     @hookimpl
+        ...     def kdacore_config_tuners(self):
+        ...         return [ConfigTuner("copy", jobs, write)]
+        >>> [tuner.backend for tuner in Plugin().kdacore_config_tuners()]
+        ['copy']
     """

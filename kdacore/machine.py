@@ -74,7 +74,7 @@ class Accelerator:
     type: str
     arch: str
     name: str
-    """As the array library has it: cost tables are kept by it."""
+    """The device's name in the array library; cost tables are stored by it."""
 
 
 @dataclass(frozen=True, slots=True)

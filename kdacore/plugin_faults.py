@@ -99,7 +99,7 @@ def may_have_written(names: tuple[str, ...]) -> str:
 
 _guarded: set[CodeType] = set()
 _frames_of_parent: list[FrameType] = []
-"""In a forked child: frames of ``guarded`` functions that were running in the parent, which must not be left here."""
+"""Frames of ``guarded`` functions that were running in the parent of a forked child, which must not be left here."""
 
 
 def _note_frames() -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kdacore import config, plugin_faults
 from kdacore.errors import ContractError, PluginError, list_names, shown
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import pluggy
 
+T = TypeVar("T")
 ENTRY_POINT_GROUP = "kdacore"
 BUILTIN_PLUGINS = (
     "kdacore_reference",
@@ -32,7 +33,7 @@ BUILTIN_PLUGINS = (
 OWN_DISTRIBUTION = "kdacore"
 BY_HAND = "(registered by hand)"
 MOST_BACKENDS = 1000
-"""Of one plugin; more come from a generator that has no end."""
+"""The most backends of one plugin; more come from a generator that has no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Registry:
         self._clear()
 
     def renew_lock(self) -> None:
-        """In a forked child: the old lock may be held by a thread that the child does not have."""
+        """Make a new lock in a forked child: the old one may be held by a thread that the child does not have."""
         self._lock = threading.RLock()
 
     def _clear(self) -> None:
@@ -130,6 +131,21 @@ class Registry:
                 plugin_faults.report(f"plugin {implementation.plugin_name}", hook, error)
                 continue
             yield answer
+
+    def listed(self, hook: str, wanted: type[T]) -> list[T]:
+        """What all plugins list in answer to a hook, in the order of loading.
+
+        Raises:
+            PluginError: something else than ``wanted`` is among it.
+        """
+        found = []
+        for answer in reversed(list(self.ask_each(hook))):
+            for item in answer:
+                if not isinstance(item, wanted):
+                    whole = f"{wanted.__module__}.{wanted.__name__}"
+                    raise PluginError(f"a plugin lists a {type(item).__name__}, not a {whole}, in {hook}")
+                found.append(item)
+        return found
 
     def infos(self) -> tuple[BackendInfo, ...]:
         """The public listing."""

@@ -15,7 +15,7 @@ class _ForReaders:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._error: OSError | None = None
-        """Of a write that failed: argparse, for one, passes over it."""
+        """The error of a write that failed: argparse, for one, passes over it."""
 
     def write(self, text: str) -> int:
         try:

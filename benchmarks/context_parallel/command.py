@@ -98,7 +98,7 @@ def cases_of(args: argparse.Namespace) -> list[RowCase]:
 
 
 def speedups(rows: list[Row], size: int) -> list[Figure]:
-    """Of each case: how much faster all ranks are than one GPU."""
+    """How much faster all ranks are than one GPU, in each case."""
     seconds = {(r.case, r.contender): r.seconds for r in rows}
     found = []
     for name in dict.fromkeys(r.case for r in rows):

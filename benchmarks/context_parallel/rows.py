@@ -86,7 +86,7 @@ def call(case: RowCase, x: dict[str, Any], cp: Any = None, final: bool = True) -
 
 
 def output_gradients(case: RowCase, x: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``o`` and of the final states of the whole row."""
+    """Gradients of ``o`` and of the final states of the whole row, drawn at random."""
     rng = torch.Generator(x["v"].device).manual_seed(5)
     do = torch.randn(x["v"].shape, generator=rng, device=x["v"].device).to(x["v"].dtype)
     N = max(1, len(case.lengths))

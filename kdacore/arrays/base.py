@@ -37,7 +37,7 @@ class Plan(Protocol):
     impl: OpImpl
     forward: Callable[[Request, Any], Any]
     joined: Any
-    """For the adapter: what it built to join this plan to its library's differentiation."""
+    """What the adapter built to join this plan to its library's differentiation."""
 
     @property
     def differentiated(self) -> Differentiated | None:
@@ -76,7 +76,7 @@ class Adapter(Protocol):
     """False where :meth:`needs_grad` can only say that a gradient may be asked for later."""
 
     fast_path: Any
-    """For dispatch: its memory of calls with these arrays. None until it is needed."""
+    """Dispatch's memory of calls with these arrays. None until it is needed."""
 
     @property
     def array_test(self) -> ArrayTest | None:

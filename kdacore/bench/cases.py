@@ -66,7 +66,7 @@ class Case:
     longest: float | None = None
     """Seconds; a backend that is predicted to take longer is not timed."""
     goals: Mapping[str, Goal] = field(default_factory=dict)
-    """By backend: each is held to its own."""
+    """What each backend has to reach, by its name."""
     memory: float | None = None
     """Bytes beyond the inputs that one call may take at most."""
     peer: float | None = None

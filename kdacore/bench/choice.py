@@ -9,7 +9,7 @@ from kdacore.bench.results import Figure, Row
 PRESET = "h200-choice"
 ALIKE = 1.05
 SHARE = 0.95
-"""At least this share of the calls has to take the fastest backend, or one within :data:`ALIKE` of it."""
+"""Share of the calls that have to take the fastest backend, or one within :data:`ALIKE` of it."""
 WORST = 1.2
 """No call may take longer than this many times the fastest."""
 

@@ -25,7 +25,7 @@ SPEEDUP, BACKWARD, MEMORY = 30.0, 4.0, 6.0
 
 def run_preset(case: Case = CASE, budget: Budget | None = None) -> Results:
     """Time the oracle, the float32 recurrence, the chunked forward, and forward with backward."""
-    from kdacore_reference.oracle import oracle_forward
+    from kdacore.oracle.recurrence import oracle_forward
 
     arrays = made.make(case, "init", "cpu")
     ops = REGISTRY.get("reference").backend.ops

@@ -33,7 +33,7 @@ class NullPlugin:
     def __init__(self) -> None:
         self.entered = 0
         self._results: dict[int, Outputs] = {}
-        """By request, whose object stays the same: results have memory of their own, and allocating it takes time."""
+        """Results by the request's identity: they have memory of their own, and allocating it takes time."""
 
     def _forward(self, request: Any, inputs: Any) -> Outputs:
         self.entered = time.perf_counter_ns()

@@ -24,7 +24,7 @@ _CHILD = "from kdacore.bench.first_call import child; child()"
 
 
 def run_preset(preset: str, cases: tuple[Case, ...], device: str, only: tuple[str, ...]) -> Results:
-    """For each backend, one process with empty caches and one that finds what the first left."""
+    """Run, for each backend, one process with empty caches and one that finds what the first left."""
     results = Results()
     cold, warm = cases
     for c in kdacore_contenders(cold, device, only):
@@ -46,7 +46,7 @@ def run_preset(preset: str, cases: tuple[Case, ...], device: str, only: tuple[st
 
 
 def child() -> None:
-    """In the fresh process: import the library, then kdacore, then make one call and wait for it."""
+    """Run in the fresh process: import the library, then kdacore, then make one call and wait for it."""
     import time
 
     case = Case(**{**json.loads(sys.argv[1]), "lengths": (), "gate_sets": (), "goals": {}})

@@ -26,7 +26,7 @@ BOUNDS = {
 }
 """Twice the contract's section 4, as it allows for these gates (float32: with tf32)."""
 FLAT = 1e-3
-"""Of the gate's largest slope: where it is flatter, float32 rounds the slope itself (1 - sigmoid near 1)."""
+"""Share of the gate's largest slope below which float32 rounds the slope itself (1 - sigmoid near 1)."""
 GRADIENTS = ("q", "k", "v", "g", "beta")
 
 
@@ -83,7 +83,8 @@ def choose(case: Case) -> Part:
 
 def expected(case: Case, arrays: Arrays, do: Any = None) -> Expected:
     """The oracle's results on its part; with ``do`` (the gradient of o) also the gradients."""
-    from kdacore_reference.oracle import oracle_backward, oracle_forward, oracle_gate_backward
+    from kdacore.oracle.gate import oracle_gate_backward
+    from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 
     part = choose(case)
     opdef = OPS[case.op]
@@ -148,6 +149,6 @@ def _sliced(arrays: Arrays, part: Part) -> Arrays:
 
 
 def _host(x: Any) -> Any:
-    from kdacore_reference.oracle import to_float64
+    from kdacore.oracle.host_values import to_float64
 
     return np.ascontiguousarray(to_float64(x.detach() if hasattr(x, "detach") else x))

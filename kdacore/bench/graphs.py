@@ -16,9 +16,9 @@ from kdacore.bench.clock import Step
 POOL_BYTES = 2**30
 """States of all launches together: many times any L2."""
 LAUNCHES = (4, 128)
-"""At least and at most this many in a graph."""
+"""The least and the most launches in a graph."""
 REPLAYS = 3
-"""In one sample."""
+"""Replays in one sample."""
 
 
 def launches(case: Case) -> int:

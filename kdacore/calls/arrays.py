@@ -119,7 +119,7 @@ def _laid_out(call: CallDescription, state: Any) -> Any:
 def _stage_values(call: CallDescription) -> Values:
     """What the earlier stages would hand over, from the stage oracles."""
     from kdacore import types as t
-    from kdacore_reference import oracle_stages as o
+    from kdacore.oracle import stages as o
 
     raw = call.op == "kda_chunk_gate" and (call.A_log or call.option("lower_bound") is not None)
     x = normalise(tensors(call.shape, call.seed, gates=call.gates, raw_gate=raw, collinear=call.collinear))

@@ -190,7 +190,7 @@ def _start_row(tables: dict[str, Any], n: int) -> int:
 
 
 def _checkpoint_tables(call: CallDescription, pool: Pool, rows: Iterator[int], rng: Any) -> dict[str, Any]:
-    """In each sequence one checkpoint at its start or near its end, and one in the middle; in random order."""
+    """One checkpoint at the start or near the end of each sequence, and one in its middle; in random order."""
     lengths = call.shape.lengths or (call.shape.T,)
     offsets, indices, start = [_NOWHERE], [_no_slots(pool)[0]], 0
     for n, length in enumerate(lengths):

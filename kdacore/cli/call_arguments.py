@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from typing import Any
 
 from kdacore import features
@@ -14,15 +15,22 @@ from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
 from kdacore.device import TYPES, problem_of
 from kdacore.errors import ContractError
-from kdacore.ops import OPS
+from kdacore.ops import OPS, Option
 from kdacore.registry import REGISTRY
 from kdacore.types import Selection
 
 SIZES = "B,T,H,HV,K,V"
 NOT_SWITCHES = frozenset({"cp"})
 """Options that are objects of a running program: ``explain`` alone has a switch, for the number of ranks."""
-OPTIONS = tuple(dict.fromkeys(name for op in OPS.values() for name in op.options if name not in NOT_SWITCHES))
+OPTIONS = {o.name: o for op in OPS.values() for o in op.option_arguments if o.name not in NOT_SWITCHES}
 """Options of all ops, each a switch of the same name."""
+_HELP = {
+    "use_gate_in_kernel": "raw gate input, with A_log and dt_bias",
+    "lower_bound": "of the gate (default -5 with --safe-gate)",
+    "scale": "of q (default K ** -0.5)",
+    "chunk_size": "stage ops (default 64)",
+}
+"""Where the first sentence of an option's description says too little here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -39,23 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--arch", default="", help="architecture (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)")
     add("--backend", default=None, help="force one backend")
     add("--requires-grad", action="store_true", help="the inputs require gradients")
-    add("--use-gate-in-kernel", action="store_true", help="raw gate input, with A_log and dt_bias")
-    add("--safe-gate", action="store_true")
-    add("--lower-bound", type=float, default=None, metavar="X", help="default -5 with --safe-gate")
-    add("--use-qk-l2norm-in-kernel", action="store_true")
-    add("--use-beta-sigmoid-in-kernel", action="store_true")
-    add("--allow-neg-eigval", action="store_true")
     add("--initial-state", default="", metavar="DTYPE", help="give an initial state of this dtype")
-    add("--output-final-state", action="store_true")
-    add("--state-v-first", action="store_true")
     add("--cu-seqlens", type=int, default=0, metavar="N", help="pack N sequences")
-    add("--checkpoint-every", type=int, default=None, metavar="TOKENS")
-    add("--disable-recompute", action="store_true")
     add("--state-indices", type=int, default=0, metavar="P", help="a state pool of P rows")
     add("--num-accepted-tokens", action="store_true")
     add("--has-initial-state", action="store_true", help="some sequences start from zeros")
-    add("--inplace-state", action="store_true")
-    add("--null-index", type=int, default=None, metavar="ROW", help="a row that is no slot")
     add(
         "--write-indices",
         type=int,
@@ -71,11 +67,28 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="C",
         help="states at C tokens, to the pool",
     )
-    add("--read-only-state", action="store_true")
     add("--out", action="store_true", help="a preallocated output")
-    add("--chunk-size", type=at_least(1), default=None, help="stage ops (default 64)")
-    add("--scale", type=float, default=None, metavar="X", help="of q (default K ** -0.5)")
     add("--cu-seqlens-cpu", action="store_true", help="give the offsets on the host too")
+    for option in OPTIONS.values():
+        _add_switch(parser, option)
+
+
+def _add_switch(parser: argparse.ArgumentParser, option: Option) -> None:
+    """The switch of an option, by its definition."""
+    name = f"--{option.name.replace('_', '-')}"
+    text = _HELP.get(option.name) or _first_sentence(option.doc)
+    if option.kind == "flag":
+        parser.add_argument(name, action="store_true", help=text)
+    elif option.kind == "number":
+        parser.add_argument(name, type=float, default=None, metavar="X", help=text)
+    else:
+        read = at_least(1) if option.name == "chunk_size" else int
+        parser.add_argument(name, type=read, default=None, metavar="N", help=text)
+
+
+def _first_sentence(doc: str) -> str:
+    """The first sentence of what the public function says of an option, as argparse wants it."""
+    return re.split(r"[.;:](?: |$)", doc)[0].replace("``", "").replace("%", "%%")
 
 
 def device(text: str) -> str:

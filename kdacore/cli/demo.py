@@ -212,7 +212,7 @@ def decode(x: Arrays, start: int, state: Any, backend: str | None) -> tuple[Run,
 def oracle(x: Arrays, tokens: int) -> Any:
     """The float64 recurrence over the first tokens."""
     from kdacore.contract import build_request
-    from kdacore_reference.oracle import oracle_forward
+    from kdacore.oracle.recurrence import oracle_forward
 
     opdef = OPS["chunk_kda"]
     inputs = ChunkInputs(**_tokens(x, 0, tokens))

@@ -290,7 +290,7 @@ _ARCH_NAMES = {"*": "any hardware", "": "CPUs"}
 
 
 def _mark(verified: frozenset[str], here: set[str]) -> dict[str, Any]:
-    """On which architectures something is verified, and what that says of those ``here``."""
+    """The architectures that something is verified on, and what that says of those ``here``."""
     known = "*" in verified or (bool(here) and here <= verified)
     return {
         "verified_on": sorted(_ARCH_NAMES.get(arch, arch) for arch in verified),
@@ -380,7 +380,7 @@ def _choose(registered: list[Registered], where: Machine) -> None:
 
 
 _MOST_CHECKS = 1000
-"""Of one plugin; more come from a generator that has no end."""
+"""The most checks of one plugin; more come from a generator that has no end."""
 
 
 def _rows_of(checks: Callable[[], Any]) -> list[tuple[str, bool, str]]:

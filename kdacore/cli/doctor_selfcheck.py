@@ -92,7 +92,7 @@ def read(backend: str, text: str, problem: str) -> list[Check]:
 
 
 def child() -> None:
-    """In the child: check the backend named on the command line and report line by line."""
+    """Run in the child: check the backend named on the command line and report line by line."""
     name, places = sys.argv[1], [Place(*p) for p in json.loads(sys.argv[2])]
     registered = REGISTRY.get(name)
     if any(p.kind == "torch" for p in places):
@@ -103,7 +103,7 @@ def child() -> None:
 
 
 def requests(registered: Registered, places: Iterable[Place]) -> list[Request]:
-    """For each place and op, the first plain call with each variant that the backend says it serves."""
+    """The first plain call of each place and op, with each variant that the backend says it serves."""
     found: list[Request] = []
     for place in places:
         brief = _brief(registered, place)

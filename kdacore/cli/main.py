@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kdacore import streams
 from kdacore.cli.time_limit import terminated_as_interrupted
-from kdacore.errors import BackendBuildError, ConfigError, ContractError, UnsupportedError
+from kdacore.errors import BackendBuildError, ConfigError, ContractError, PluginError, UnsupportedError
 from kdacore.version import __version__
 
 COMMANDS = {
@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": ("kdacore.cli.bench", "time the ops, after checking that they are right"),
     "explain": ("kdacore.cli.explain", "say which backend would serve a call, and why not the others"),
     "verify": ("kdacore.cli.verify", "run the conformance suite on this machine and record it"),
-    "build": ("kdacore.cli.build", "compile the CUDA kernels ahead of time"),
+    "build": ("kdacore.cli.build", "compile backends' kernels ahead of time"),
     "tune": ("kdacore.cli.tune", "measure which backend and which launch configurations are fastest here"),
     "plugins": ("kdacore.cli.plugins", "list every plugin and the backends it brings"),
 }
@@ -66,7 +66,7 @@ def _run(words: list[str], chosen: str, name: str) -> int:
     except (ContractError, ConfigError) as error:
         _say(f"{name}: {error}")
         return USAGE
-    except (UnsupportedError, BackendBuildError) as error:
+    except (UnsupportedError, BackendBuildError, PluginError) as error:
         _say(f"{name}: {error}")
         return FAILED
     except KeyboardInterrupt:

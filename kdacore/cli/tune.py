@@ -8,6 +8,7 @@ from kdacore import report
 from kdacore.cli import tune_configs, tune_costs
 from kdacore.cli.tune_device import complain
 from kdacore.files import writable
+from kdacore.ops import OPS
 
 _ONLY = {"costs": ("fresh", "minutes"), "configs": ("op", "arch", "json")}
 """Options of one kind of tuning."""
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="costs",
         choices=tuple(_ONLY),
-        help="costs: which backend automatic choice takes (default); configs: launch configurations of Triton kernels",
+        help="costs: which backend automatic choice takes (default); configs: launch configurations of kernels",
     )
     add("--list", action="store_true", help="list what would be measured; needs no GPU")
     add("--only", default="", metavar="TEXT", help="only what has this in its name, as in --list")
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op",
         action="append",
         default=[],
-        choices=tune_configs.OPS,
+        choices=tuple(OPS),
         help="configs: only this op (again for more)",
     )
     add("--arch", default=None, help="configs, with --list: an architecture (default: the GPU's, else sm_90)")

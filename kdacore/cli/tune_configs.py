@@ -1,4 +1,4 @@
-"""``kdacore tune configs``: find the fastest launch configurations of the Triton kernels on this GPU."""
+"""``kdacore tune configs``: find the fastest launch configurations of backends' kernels on this GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import files, report
+from kdacore import files, registry, report
 from kdacore.bench.clock import Budget
 from kdacore.cli.tune_device import complain, device_of, progress_bar
+from kdacore.command_types import ConfigTuner, TuningJob
+from kdacore.registry import REGISTRY
 from kdacore.types import Device
 
-OPS = ("fused_recurrent_kda", "chunk_kda", "kda_chunk_intra")
 _DEFAULT_ARCH = "sm_90"
 SAMPLES, SECONDS = 15, 5.0
 """Timings of each configuration, and seconds that one comparison may take."""
@@ -25,42 +26,63 @@ SAMPLES, SECONDS = 15, 5.0
 def run(args: argparse.Namespace) -> int:
     if args.arch and not args.list:
         return complain("--arch is for --list: what is measured is the GPU that is here", report.USAGE)
-    for module in ("torch", "kdacore_triton", *(() if args.list else ("triton",))):
-        if importlib.util.find_spec(module) is None:
-            why = f"needs {module}, which is not installed: pip install 'kdacore[triton]'"
-            return complain(why, report.BROKEN)
-    from kdacore_triton import tune_jobs
-
-    out = report.console()
-    device = device_of(args.device)
+    tuners = REGISTRY.listed("kdacore_config_tuners", ConfigTuner)
+    if not args.list and (why := _missing(tuners)):
+        return complain(why, report.BROKEN)
+    device = device_of(args.device) if importlib.util.find_spec("torch") else None
     arch = args.arch or (device.arch if device else _DEFAULT_ARCH)
-    jobs = [j for j in tune_jobs.jobs(arch, tuple(args.op)) if args.only in j.name]
-    if not jobs:
+    jobs = {t.backend: [j for j in t.jobs(arch, tuple(args.op)) if args.only in j.name] for t in tuners}
+    tuners = [tuner for tuner in tuners if jobs[tuner.backend]]
+    if not tuners:
         return complain("no rule is left to tune (--op, --only)", report.USAGE)
     if args.list:
-        rows = [(job.name, _words(job.sizes), _words(job.config)) for job in jobs]
-        out.print(report.table(("rule", "measured at", f"shipped for {arch}"), rows))
+        _list(arch, [job for tuner in tuners for job in jobs[tuner.backend]])
         return report.OK
     if device is None:
         why = (
             f"no NVIDIA GPU that torch can use as {args.device!r}; --list shows what would be tuned anywhere"
         )
         return complain(why, report.BROKEN)
-    return _tune(args, jobs, device, out)
+    if len(tuners) > 1:
+        names = ", ".join(tuner.backend for tuner in tuners)
+        return complain(f"--op, --only: one backend a run, not {names}: each has its own file", report.USAGE)
+    return _tune(args, tuners[0], jobs[tuners[0].backend], device)
 
 
-def _tune(args: argparse.Namespace, jobs: list[Any], device: Device, out: Console) -> int:
-    from kdacore_triton import tune
+def _missing(tuners: list[ConfigTuner]) -> str:
+    """What the software of this machine lacks for tuning; empty when nothing."""
+    for tuner in tuners:
+        for _, what, remedy in registry.missing(REGISTRY.get(tuner.backend).backend, hardware=False):
+            return f"{tuner.backend}: {what}: {remedy}"
+    return ""
 
-    outcomes = []
+
+def _list(arch: str, jobs: list[TuningJob]) -> None:
+    rows = [(job.name, _words(job.sizes), _words(job.config)) for job in jobs]
+    report.console().print(report.table(("rule", "measured at", f"shipped for {arch}"), rows))
+
+
+def _tune(args: argparse.Namespace, tuner: ConfigTuner, jobs: list[TuningJob], device: Device) -> int:
+    from kdacore.bench import config_search
+
+    out, outcomes = report.console(), []
+    budget = Budget(args.samples or SAMPLES, args.seconds or SECONDS)
     with progress_bar() as progress:
         task = progress.add_task("tune", total=len(jobs))
         for job in jobs:
             told = lambda what: progress.update(task, description=what)  # noqa: E731
-            outcomes.append(
-                tune.tune(job, device, Budget(args.samples or SAMPLES, args.seconds or SECONDS), told)
-            )
+            outcomes.append(config_search.tune(job, device, budget, told))
             progress.advance(task)
+    _show(out, outcomes)
+    path = args.out or Path(f"{device.arch}.json")
+    tuner.write(path, device.arch, [(t.job, t.config) for t in outcomes])
+    out.print(f"written: {path}")
+    if args.json:
+        files.write_named(args.json, json.dumps(_document(device, outcomes), indent=1) + "\n")
+    return report.OK if all(t.best for t in outcomes) else report.BROKEN
+
+
+def _show(out: Console, outcomes: list[Any]) -> None:
     rows = [
         (
             t.job.name,
@@ -71,12 +93,6 @@ def _tune(args: argparse.Namespace, jobs: list[Any], device: Device, out: Consol
         for t in outcomes
     ]
     out.print(report.table(("rule", "time", "over shipped", "configuration"), rows))
-    path = args.out or Path(f"{device.arch}.json")
-    tune.write(path, tune.data_file(device.arch, outcomes))
-    out.print(f"written: {path}")
-    if args.json:
-        files.write_named(args.json, json.dumps(_document(device, outcomes), indent=1) + "\n")
-    return report.OK if all(t.best for t in outcomes) else report.BROKEN
 
 
 def _document(device: Device, outcomes: list[Any]) -> dict[str, Any]:

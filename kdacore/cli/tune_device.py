@@ -46,6 +46,6 @@ def torch_name(device: Device) -> str:
 
 
 def progress_bar() -> Progress:
-    """On standard error; gone when it is done."""
+    """A progress bar on standard error; it is removed when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -162,7 +162,7 @@ def _replace_recurrent_gdn() -> None:
 
 
 class _RecurrentGDN:
-    """In the place of flash-linear-attention's ``FusedRecurrentFunction``."""
+    """Takes the place of flash-linear-attention's ``FusedRecurrentFunction``."""
 
     def __init__(self, handover: Handover, original: Any) -> None:
         names = tuple(inspect.signature(original.forward).parameters)[1:]  # without ctx

@@ -28,7 +28,7 @@ REPLACED: dict[str, dict[str, str]] = {
         "fused_recurrent_kda": "glm_fused_recurrent_kda",
     },
 }
-"""By the module that they are looked up in: the functions that are replaced, and what translates their arguments."""
+"""The functions that are replaced and what translates their arguments, by the module that they are looked up in."""
 
 _active = False
 

@@ -12,6 +12,8 @@ OptionKind = Literal["flag", "number", "count", "ranks"]
 ranks that a call is spread over, or None; :mod:`kdacore.parallel` serves such calls, and makes others of them without
 it."""
 
+_DOC: Any = field(default="", compare=False)
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayArgument:
@@ -31,6 +33,8 @@ class ArrayArgument:
     writable: bool = False
     """A call may ask for it to be written, so the fast path compares its strides."""
     differentiable: bool = False
+    doc: str = _DOC
+    """What stands of it under ``Args:`` of the public function. Empty: described with the argument after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Option:
     field: str = ""
     """The field of :class:`kdacore.types.Request` that it sets. Without one, a value other than the
     default is found by :meth:`kdacore.types.Request.option`."""
+    doc: str = _DOC
+    """What stands of it under ``Args:`` of the public function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class OpDef:
     def features(self) -> frozenset[str]:
         """Every feature that a call of this op can use."""
         named = {a.feature for a in self.array_arguments} | {o.feature for o in self.option_arguments}
-        gates = GATE_FEATURES.values() if "g" in self.arrays else ()
+        gates = FEATURE_OF_GATE.values() if "g" in self.arrays else ()
         return frozenset([name for name in (*named, *gates, GROUPED_VALUE_HEADS) if name is not None])
 
     def written(self, arrays: Iterable[Any], options: Iterable[Any]) -> tuple[str, ...]:
@@ -121,12 +127,12 @@ class OpDef:
         given = frozenset(arrays)
         used = {a.feature for a in self.array_arguments if a.name in given}
         used |= {o.feature for o in self.option_arguments if o.feature and options[o.name] != o.default}
-        used.add(GATE_FEATURES.get(gate) if "g" in given else None)
+        used.add(FEATURE_OF_GATE.get(gate) if "g" in given else None)
         if grouped:
             used.add(GROUPED_VALUE_HEADS)
         return frozenset([name for name in used if name is not None])
 
 
 GROUPED_VALUE_HEADS = "grouped_value_heads"
-GATE_FEATURES = {"softplus": "gate.unbounded", "sigmoid": "gate.bounded"}
+FEATURE_OF_GATE = {"softplus": "gate.unbounded", "sigmoid": "gate.bounded"}
 """Feature of a call that computes its gate, by :attr:`kdacore.types.Request.gate`."""

@@ -40,12 +40,12 @@ class Step(NamedTuple):
     phase: str
     """``FORWARD`` or ``BACKWARD``."""
     number: int
-    """Of the call, counted by this rank."""
+    """Number of the call, counted by this rank."""
     call: Description
     offsets: tuple[int, ...] | None = None
     """Values of ``cu_seqlens``, where they are in host memory."""
     error: ContractError | None = None
-    """Of a rank that cannot do the step."""
+    """The error of a rank that cannot do the step."""
 
 
 class Head(NamedTuple):
@@ -54,7 +54,7 @@ class Head(NamedTuple):
     backward: int
     number: int
     code: int
-    """Of the call and its offsets."""
+    """A code of the call and its offsets, the same on every rank that makes the same call."""
     new: int
     """1 where the rank wants to compare descriptions, or to tell of an error."""
 

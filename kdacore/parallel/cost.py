@@ -25,7 +25,7 @@ not say how long it takes."""
 COMPOSED_FORWARD, COMPOSED_BACKWARD = 3.0, 2.0
 """The same of composed functions: the calls that they consist of."""
 FORWARD_SHARE = 0.25
-"""Of a training step, the part that is the forward."""
+"""The forward's part of a training step."""
 _SIZES = {"float32": 4, "float64": 8}
 
 

@@ -48,7 +48,7 @@ class Slice(NamedTuple):
     """One rank's slice of a call."""
 
     request: Request
-    """As :class:`kdacore.types.SliceFunctions` takes it."""
+    """The request of the slice, as :class:`kdacore.types.SliceFunctions` takes it."""
     functions: SliceFunctions
     ranks: Ranks
     on_host: bool = False
@@ -69,7 +69,7 @@ class Residuals(NamedTuple):
     saved: tuple[torch.Tensor, ...] = ()
     """The backend's own."""
     number: int | None = None
-    """Of the call, where it is known on the host."""
+    """Number of the call, where it is known on the host."""
 
 
 class Rows(NamedTuple):

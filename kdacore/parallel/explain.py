@@ -82,7 +82,7 @@ def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object
 def explain_on(
     opdef: OpDef, inputs: Any, options: tuple[Any, ...], ranks: int, backend: object
 ) -> RanksSelection:
-    """As :func:`explain`, for a number of ranks. ``options``: without ``cp``."""
+    """Like :func:`explain`, for a number of ranks. ``options``: without ``cp``."""
     check_arguments(opdef, inputs, options)
     policy = current_policy(opdef, backend)
     request = asked_of(slice_request(contract.build_request(opdef, inputs, options)[0]), policy)

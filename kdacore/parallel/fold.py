@@ -70,7 +70,7 @@ def fold(M: Array, C: Array, state: Array | None = None) -> Array:
 
 
 def folded(M: Array, C: Array, state: Array | None) -> Array:
-    """As :func:`fold`, on arrays as :func:`widened` returns them."""
+    """Like :func:`fold`, on arrays as :func:`widened` returns them."""
     for q in range(M.shape[0]):
         state = C[q] if state is None else applied(M[q], state, C[q])
     if state is None:
@@ -99,7 +99,7 @@ def product(a: Array, b: Array) -> Array:
 
 
 def widened(x: Array) -> Array:
-    """In the dtype that maps are multiplied in."""
+    """``x`` in the dtype that maps are multiplied in."""
     kind = _kind(x)
     if kind == "torch":
         return x.double()
@@ -107,7 +107,7 @@ def widened(x: Array) -> Array:
 
 
 def narrowed(x: Array, like: Array) -> Array:
-    """In the dtype of ``like``."""
+    """``x`` in the dtype of ``like``."""
     return x.to(like.dtype) if _kind(x) == "torch" else x.astype(like.dtype)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Progress:
-    """Of one rank on one group."""
+    """What one rank knows of its own calls on one group."""
 
     __slots__ = ("agreed", "calls", "in_step", "lock")
 
@@ -21,7 +21,7 @@ class Progress:
         self.agreed: set[Any] = set()
         """Descriptions of calls that the ranks have found to be the same."""
         self.in_step: dict[Any, Any] = {}
-        """By device, a flag on it: False once an exchange there was between ranks that were not at the same call."""
+        """A flag on each device: False once an exchange there was between ranks that were not at the same call."""
         self.lock = threading.RLock()
 
     def begin(self) -> int:

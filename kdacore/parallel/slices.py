@@ -72,7 +72,7 @@ def _offered(backend: str, request: Request) -> SliceFunctions | None:
 
 
 def composed(backend: str, request: Request, *, asked_only: bool = False) -> SliceFunctions:
-    """As :func:`slice_functions`, whatever the backend offers itself."""
+    """Like :func:`slice_functions`, whatever the backend offers itself."""
     forward = results.typed_forward(backend, request.op)
     whole = _with_states(request, request.V, request.packed, request.N)
     # Two sequences of the pack are looked at: what is before the leaving part, and that part.

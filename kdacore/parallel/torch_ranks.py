@@ -25,7 +25,7 @@ class TorchRanks(Ranks, Protocol):
     """The ranks of a torch call."""
 
     name: str
-    """By which :func:`ranks_of_name` finds them."""
+    """The name that :func:`ranks_of_name` finds the ranks by."""
 
     def exchange(self, x: Any) -> list[Any]:
         """One object of every rank, in their order. Waits for all of them, on the host."""
@@ -110,7 +110,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 _known: dict[str, ProcessRanks] = {}
-"""By the name of the group. Checked to be of that group: names come again after ``destroy_process_group``."""
+"""Known groups by name. Each is checked to be of that group: names come again after ``destroy_process_group``."""
 
 
 def ranks_of(op: str, cp: Any) -> TorchRanks:

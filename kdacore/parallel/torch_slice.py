@@ -76,10 +76,10 @@ class SliceCall:
     ) -> None:
         self.opdef = opdef
         self.request = request
-        """Of the caller's arguments."""
+        """The request of the caller's arguments."""
         self.ranks = ranks
         self.plan = plan
-        """Of the slice: its backend, and what results are held to."""
+        """The plan of the slice: its backend, and what results are held to."""
         self.description = description(opdef, request, options, "values" if plan.validate else "shapes")
         self.code = code_of(self.description)
         self.on_host = ranks.on_host(request.device.type)

@@ -113,7 +113,8 @@ def _capturing(request: Request) -> bool:
 
 
 def _measure_outside(registered: Registered, request: Request) -> Record:
-    """On a thread of its own: inside ``jax.jit`` this one is tracing, and concrete arrays would join the trace."""
+    """Measure on a thread of its own: inside ``jax.jit`` this one is tracing, and concrete arrays would join the
+    trace."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(measure, registered, request).result()
 

@@ -23,7 +23,7 @@ class Record(TypedDict):
     """What a check found."""
 
     error: float
-    """Of the result nearest its bound, or farthest beyond."""
+    """Relative error of the result nearest its bound, or farthest beyond."""
     bound: float
     failure: str
     """What was raised; such a record is not kept."""

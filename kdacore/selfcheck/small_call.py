@@ -19,7 +19,7 @@ from kdacore.types import OutputGrads, Request
 
 
 class Pair(NamedTuple):
-    """A result beside what it should be, both NumPy."""
+    """A result and its expected value, both NumPy."""
 
     quantity: Quantity
     dtype: str
@@ -91,14 +91,14 @@ def _convert(request: Request, name: str, x: Any) -> Any:
 
 
 def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
-    """What the call returned beside what it should have."""
-    from kdacore_reference import oracle
+    """Each result of the call and its expected value."""
+    from kdacore.oracle import gate, recurrence
 
     if request.op == "kda_gate":
-        want = oracle.oracle_gate(request, inputs)
+        want = gate.oracle_gate(request, inputs)
         return _pair(request, "log decay", "o", WIDE.get(request.dtype, "float32"), result, want)
     before = _copy_pool(request, inputs)
-    expected = oracle.oracle_forward(request, before)
+    expected = recurrence.oracle_forward(request, before)
     final = expected.final_state if request.output_final_state else None
     pairs = _pair(request, "o", "o", request.dtype, result.o, expected.o)
     pairs += _pair(request, "final_state", "state", request.state_dtype, result.final_state, final)
@@ -116,7 +116,7 @@ def _pair(
     request: Request, name: str, quantity: Quantity, dtype: str, got: Any, want: Any | None
 ) -> list[Pair]:
     """One result and its oracle's, either may be None; neither makes no pair."""
-    from kdacore_reference.oracle import to_float64
+    from kdacore.oracle.host_values import to_float64
 
     if got is None and want is None:
         return []
@@ -146,19 +146,20 @@ def _copy_pool(request: Request, inputs: Any) -> Any:
 
 def backward_pairs(request: Request, inputs: Any, backward: Callable[..., Any]) -> list[Pair]:
     """The gradients beside the oracle's."""
-    from kdacore_reference import oracle
+    from kdacore.oracle import gate, recurrence
+    from kdacore.oracle.host_values import to_float64
 
     rng = np.random.default_rng(7)
     if request.op == "kda_gate":
         dlog = rng.standard_normal(request.spec("g").shape)
         device = request.device.type
         got: Any = backward(request, inputs, to_kind(dlog, request.kind, "float32", device))
-        want: Any = oracle.oracle_gate_backward(request, inputs, dlog)
+        want: Any = gate.oracle_gate_backward(request, inputs, dlog)
     else:
         do = rng.standard_normal((request.B, request.T, request.HV, request.V))
         given = _convert_as(request, do, "v")
         got = backward(request, inputs, (), OutputGrads(given, None))
-        want = oracle.oracle_backward(request, inputs, OutputGrads(oracle.to_float64(given), None))
+        want = recurrence.oracle_backward(request, inputs, OutputGrads(to_float64(given), None))
     pairs: list[Pair] = []
     for name, a, b in zip(want._fields, got, want, strict=True):
         dtype = request.spec(name).dtype if request.has(name) else ""

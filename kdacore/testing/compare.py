@@ -83,7 +83,7 @@ class Findings:
 
 def to_float64(x: Any) -> Any:
     """The exact values of an array of any kind, as a fresh float64 NumPy array."""
-    from kdacore_reference.oracle import to_float64 as convert
+    from kdacore.oracle.host_values import to_float64 as convert
 
     return convert(x)
 

@@ -61,21 +61,21 @@ def exact_call(case: Case) -> tuple[Request, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _expected(case: Case) -> Values:
-    from kdacore_reference import oracle, oracle_stages
+    from kdacore.oracle import gate, recurrence, stages
 
     request, inputs = exact_call(case)
     if case.family == "gate":
-        return {"log_decay": oracle.oracle_gate(request, inputs)}
+        return {"log_decay": gate.oracle_gate(request, inputs)}
     if case.family == "stage":
-        stages: dict[str, Any] = {
-            "kda_chunk_gate": oracle_stages.oracle_chunk_gate,
-            "kda_chunk_intra": oracle_stages.oracle_chunk_intra,
-            "kda_recompute_w_u": oracle_stages.oracle_recompute_w_u,
-            "delta_rule_chunk_state": oracle_stages.oracle_chunk_state,
-            "kda_chunk_output": oracle_stages.oracle_chunk_output,
+        of_stage: dict[str, Any] = {
+            "kda_chunk_gate": stages.oracle_chunk_gate,
+            "kda_chunk_intra": stages.oracle_chunk_intra,
+            "kda_recompute_w_u": stages.oracle_recompute_w_u,
+            "delta_rule_chunk_state": stages.oracle_chunk_state,
+            "kda_chunk_output": stages.oracle_chunk_output,
         }
-        return named_results(case, stages[case.op](request, inputs))
-    return named_results(case, oracle.oracle_forward(request, inputs))
+        return named_results(case, of_stage[case.op](request, inputs))
+    return named_results(case, recurrence.oracle_forward(request, inputs))
 
 
 def named_results(case: Case, result: Any) -> Values:
@@ -110,12 +110,12 @@ def _aligned(x: Any, rng: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _expected_gradients(case: Case) -> Values:
-    from kdacore_reference import oracle
+    from kdacore.oracle import gate, recurrence
 
     request, inputs = exact_call(case)
     w = weights(case)
     if case.family == "gate":
-        grads: Any = oracle.oracle_gate_backward(request, inputs, w.o)
+        grads: Any = gate.oracle_gate_backward(request, inputs, w.o)
     else:
-        grads = oracle.oracle_backward(request, inputs, OutputGrads(w.o, w.final_state))
+        grads = recurrence.oracle_backward(request, inputs, OutputGrads(w.o, w.final_state))
     return {name: x for name, x in grads._asdict().items() if x is not None}

@@ -179,7 +179,7 @@ def document(task: Task, seeds: range, rows: list[Row], seconds: float, commit: 
 
 
 def worst(rows: list[Row]) -> dict[str, Row]:
-    """For each measured quantity, the call that came nearest its bound (or went farthest beyond)."""
+    """The call that came nearest its bound (or went farthest beyond), for each measured quantity."""
     found: dict[str, Row] = {}
     for row in rows:
         if row.get("bound") and row["error"] is not None:

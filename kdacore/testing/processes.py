@@ -112,7 +112,7 @@ def _set_safe_path(value: str | None) -> None:
 
 
 def _serve(work: Work[Any, Any], pipe: Any, safe_path: str | None) -> None:
-    """In a worker: a result for every item received, until the pipe closes or the device no longer answers."""
+    """Run in a worker: a result for every item received, until the pipe closes or the device no longer answers."""
     _set_safe_path(safe_path)  # children of its own see what the caller's would
     # JAX would reserve three quarters of a GPU's memory in each of the processes.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

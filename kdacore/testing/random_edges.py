@@ -26,7 +26,7 @@ _MOST_WORK = {"cpu": 2e7, "cuda": 1.5e8}
 first. A tenth of those on a GPU may take four times as much."""
 _MANY_SHARE = {"cpu": 0.04, "cuda": 0.25}
 _SHARED_SHARE = 0.7
-"""Of the calls on pools."""
+"""Share of the calls on pools."""
 _GATES_SHARE, _NEGATED_SHARE, _INFERENCE_SHARE, _FAULT_SHARE = 0.15, 0.15, 0.1, 0.12
 
 

@@ -74,7 +74,7 @@ def draw_options(case: Case, rng: Any, level: Level) -> Case:
 
 
 def draw_dtypes(case: Case, rng: Any, level: Level) -> Case:
-    """Beside the base's own of q, k and v: betas, biases, and intermediates as they are or float32."""
+    """Draw dtypes of betas, biases and intermediates (as they are or float32), beside those of q, k and v."""
     usable = usable_dtypes(case)
     return replace(
         case,

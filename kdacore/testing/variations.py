@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kdacore.calls.pools import POOLS
+from kdacore.ops import OPS
 from kdacore.testing.cases import MODEL, UNBOUNDED_MODEL
 
 Where = Literal["everywhere", "kind", "dtype", "once", "full"]
@@ -448,4 +449,13 @@ def variations_of(op: str, family: str) -> list[Variation]:
     if family == "stage":
         extra = {"kda_chunk_gate": STAGE_GATE, "delta_rule_chunk_state": STAGE_STATE}
         return [*STAGE, *extra.get(op, [])]
-    return {"chunk": CHUNK, "recurrent": RECURRENT, "gate": GATE}[family]
+    found = {"chunk": CHUNK, "recurrent": RECURRENT, "gate": GATE}[family]
+    return [*found, *_flags_not_named(op, found)]
+
+
+def _flags_not_named(op: str, found: list[Variation]) -> list[Variation]:
+    """Variations of the flags that nothing above sets: one that is added to an op's definition is varied at once."""
+    named = {name for v in found for name in v.options}
+    named |= {name for pool in POOLS.values() for name in pool.options}
+    flags = [o.name for o in OPS[op].option_arguments if o.kind == "flag" and o.name not in named]
+    return [v for name in flags for v in _both(name, options={name: True})]

@@ -48,7 +48,7 @@ class Report:
     """UTC, ISO 8601."""
     seconds: float
     commit: str
-    """Of the checkout kdacore runs from; empty when it is installed."""
+    """The commit of the checkout kdacore runs from; empty when it is installed."""
     machine: dict[str, str]
     versions: dict[str, str]
     served: int
@@ -57,7 +57,7 @@ class Report:
     cases: list[dict[str, Any]]
     """One row a case: id, status, seconds, codes, worst error and its bound; failed ones with the whole message."""
     worst: dict[str, dict[str, Any]]
-    """For each check, the case that came nearest its bound."""
+    """The case that came nearest its bound, for each check."""
     problems: list[str] = field(default_factory=list)
     """What is wrong beyond single cases: an op that is declared and never served."""
     notes: list[str] = field(default_factory=list)

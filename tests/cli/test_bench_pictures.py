@@ -10,8 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import by_heads
+from benchmarks import by_heads, plot
 from benchmarks.plot import forms_apart
+
+ROOT = Path(__file__).parents[2]
 
 SHORT, LONG = "B1 T512 H{} K128 V128 sigmoid", "B1 T8192 H{} K128 V128 sigmoid"
 
@@ -59,3 +61,22 @@ def test_lines_are_drawn_the_same_each_time(tmp_path: Path) -> None:
 def test_a_form_of_launches_is_a_case(contender: str, case: str, launch: str) -> None:
     got = forms_apart({"rows": [row("B1 T64", contender, 1.0)], "machine": {}})
     assert got == {"rows": [row(case, launch, 1.0)], "machine": {}}
+
+
+@pytest.mark.parametrize(
+    ("record", "more"),
+    [("h200/few-heads", ["--by-heads"]), ("h200/jax-calls", []), ("h200/h200-heads", [])],
+)
+def test_a_committed_record_is_drawn(
+    record: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    source, picture = ROOT / f"benchmarks/results/{record}.json", tmp_path / "picture.svg"
+    monkeypatch.setattr(sys, "argv", ["plot", str(source), str(picture), *more])
+    plot.main()
+    assert "<svg" in picture.read_text()
+
+
+def test_a_current_record_says_where_its_last_run_was() -> None:
+    record = {"rows": [], "runs": [{"commit": "a"}, {"commit": "b", "machine": {}}]}
+    assert plot.of_last_run(record) == {**record, "commit": "b", "machine": {}}

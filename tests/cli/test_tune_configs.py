@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from kdacore.bench import config_search  # noqa: E402
 from kdacore.bench.clock import Budget  # noqa: E402
 from kdacore.cli import main as cli  # noqa: E402
-from kdacore.types import Device, IntraOutputs, Outputs  # noqa: E402
-from kdacore_reference import oracle, oracle_stages  # noqa: E402
-from kdacore_triton import configs, tune, tune_jobs  # noqa: E402
+from kdacore.command_types import ConfigTuner  # noqa: E402
+from kdacore.hookspecs import hookimpl  # noqa: E402
+from kdacore.oracle import recurrence, stages  # noqa: E402
+from kdacore.registry import REGISTRY  # noqa: E402
+from kdacore.types import Backend, Device, IntraOutputs, OpImpl, Outputs, Requirement  # noqa: E402
+from kdacore_triton import configs, tune_jobs  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("every_backend")
 
 CPU = Device("cpu", 0, "sm_90")
 BUDGET = Budget(samples=1, seconds=1.0, least=1)
@@ -54,6 +61,46 @@ def test_what_it_cannot_do(
     assert said in capsys.readouterr().err
 
 
+class _TunedElsewhere:
+    """A plugin with one rule to tune, whose backend misses something."""
+
+    @hookimpl
+    def kdacore_backends(self) -> list[Backend]:
+        needs = Requirement("moonlib", lambda: "moonlib is not installed", "pip install moonlib")
+        ops = {"chunk_kda": OpImpl(lambda request, inputs: Outputs(inputs.v))}
+        return [Backend("moon", "1", ("torch",), ops, requirements=(needs,))]
+
+    @hookimpl
+    def kdacore_config_tuners(self) -> list[ConfigTuner]:
+        return [ConfigTuner("moon", self.jobs, lambda path, arch, chosen: None)]
+
+    def jobs(self, arch: str, ops: tuple[str, ...]) -> list[tune_jobs.Job]:
+        job = tune_jobs.Job("chunk_kda", "moon", {}, {"tile": 3}, {"T": 7})
+        return [job] if arch == "sm_90" and "chunk_kda" in (ops or ("chunk_kda",)) else []
+
+
+@pytest.fixture
+def tuned_elsewhere() -> Iterator[None]:
+    REGISTRY.register(_TunedElsewhere(), "moon")
+    yield
+    REGISTRY.reset()
+
+
+def test_rules_of_every_plugin_are_listed(tuned_elsewhere: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "configs", "--list", "--arch", "sm_90", "--only", "everything else"]) == 0
+    out = capsys.readouterr().out
+    assert "tile=3" in out and "T=7" in out and "kda_chunk_intra" in out
+    assert cli.main(["tune", "configs", "--list", "--arch", "sm_80", "--op", "chunk_kda"]) == 0
+    assert "tile=3" not in capsys.readouterr().out
+
+
+def test_what_a_tuned_backend_misses_is_named(
+    tuned_elsewhere: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", "configs"]) == 1
+    assert "moon: moonlib is not installed: pip install moonlib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_80", "gfx942"])
 def test_every_job_falls_under_its_own_rule(arch: str) -> None:
     jobs = tune_jobs.jobs(arch)
@@ -74,8 +121,8 @@ def job_of(op: str) -> tune_jobs.Job:
 def right(request: Any, inputs: Any) -> Any:
     """The oracle in the place of a kernel."""
     if request.op == "kda_chunk_intra":
-        return IntraOutputs(*(torch.tensor(x) for x in oracle_stages.oracle_chunk_intra(request, inputs)))
-    found = oracle.oracle_forward(request, inputs)
+        return IntraOutputs(*(torch.tensor(x) for x in stages.oracle_chunk_intra(request, inputs)))
+    found = recurrence.oracle_forward(request, inputs)
     if request.inplace_state:
         inputs.initial_state.copy_(torch.tensor(found.final_state))
         return Outputs(torch.tensor(found.o))
@@ -110,9 +157,9 @@ def test_the_search_keeps_the_fastest_right_configuration(op: str, monkeypatch: 
         seen.append(configs.get(job.kernel, "sm_90")[parameter])
         return run(request, inputs)
 
-    monkeypatch.setattr(tune, "runner", lambda job: spy)
+    monkeypatch.setattr(tune_jobs, "runner", lambda job: spy)
     told: list[str] = []
-    found = tune.tune(job, CPU, BUDGET, told.append, clock)
+    found = config_search.tune(job, CPU, BUDGET, told.append, clock)
     assert found.best is not None and found.config == {**job.config, parameter: quick}
     assert found.gain == 2.0 and any(parameter in line for line in told)
     notes = {t.config[parameter]: t.note for t in found.trials if all(
@@ -123,11 +170,9 @@ def test_the_search_keeps_the_fastest_right_configuration(op: str, monkeypatch: 
 def test_the_data_file_round_trips(tmp_path: Path) -> None:
     jobs = tune_jobs.jobs("sm_90", ("kda_chunk_intra",))
     changed = {**jobs[0].config, "heads": 16}
-    outcome = tune.Tuned(jobs[0], [], tune.Trial(changed, 1.0))
-    rules = tune.data_file("sm_90", [outcome])
-    assert set(rules) == {c.kernel for c in configs.shipped_for("sm_90")}
-    tune.write(tmp_path / "sm_90.json", rules)
+    tune_jobs.write(tmp_path / "sm_90.json", "sm_90", [(jobs[0], changed)])
     read = json.loads((tmp_path / "sm_90.json").read_text())
+    assert set(read) == {c.kernel for c in configs.shipped_for("sm_90")}
     choices = configs.check("sm_90.json", "sm_90", read)
     shipped = configs.shipped_for("sm_90")
     by_kernel = {k: list(v) for k, v in itertools.groupby(choices, lambda c: c.kernel)}
@@ -138,10 +183,11 @@ def test_the_data_file_round_trips(tmp_path: Path) -> None:
     assert dict(by_kernel["chunk_intra"][0].config) == changed
 
 
-def test_an_illegal_outcome_is_not_written() -> None:
+def test_an_illegal_outcome_is_not_written(tmp_path: Path) -> None:
     job = tune_jobs.jobs("sm_90", ("kda_chunk_intra",))[0]
     with pytest.raises(configs.InvalidConfigError):
-        tune.data_file("sm_90", [tune.Tuned(job, [], tune.Trial({**job.config, "heads": 3}, 1.0))])
+        tune_jobs.write(tmp_path / "sm_90.json", "sm_90", [(job, {**job.config, "heads": 3})])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

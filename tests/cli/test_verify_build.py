@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import kdacore.testing.verify as verification
 from kdacore import config
 from kdacore.cli import main as cli
+from kdacore.command_types import KernelBuilder
 from kdacore.errors import BackendBuildError
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
@@ -156,6 +158,7 @@ def test_verify_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'nonsense'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("every_backend")
 def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from kdacore_cuda import architectures
     from kdacore_cuda.build import packaged_cubins
@@ -177,6 +180,7 @@ def test_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert f"recurrent.sm_90a: 5 bytes\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("every_backend")
 @pytest.mark.parametrize("given", ["bogus", "sm_90a,bogus", "sm_90a,", "compute_90", "sm_75"])
 def test_build_for_an_architecture_there_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
@@ -190,6 +194,7 @@ def test_build_for_an_architecture_there_is_not(
     assert "sm_90a" in said
 
 
+@pytest.mark.usefixtures("every_backend")
 def test_what_is_built_already_takes_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +212,7 @@ def test_what_is_built_already_takes_no_compiler(
     assert "pip install 'kdacore[cuda]'" in said
 
 
+@pytest.mark.usefixtures("every_backend")
 def test_build_into_a_folder_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "cubins"
@@ -214,6 +220,7 @@ def test_build_into_a_folder_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
     assert f"--folder: cannot write {folder}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("every_backend")
 def test_a_failed_build_shows_the_compiler_s_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,3 +232,80 @@ def test_a_failed_build_shows_the_compiler_s_words(
     monkeypatch.setattr(package_build, "build_all", fake)
     assert cli.main(["build"]) == 1
     assert "line 3: expected a semicolon" in capsys.readouterr().err
+
+
+class _BuilderPlugin:
+    """A plugin with kernels to build, of a backend that is not listed."""
+
+    def __init__(self, backend: str, folder: Path) -> None:
+        self.backend, self.folder = backend, folder
+        self.built: list[tuple[tuple[str, ...], Path]] = []
+
+    @hookimpl
+    def kdacore_kernel_builders(self) -> list[KernelBuilder]:
+        return [KernelBuilder(self.backend, ("sm_90",), self.folder, self.problem, self.build)]
+
+    def problem(self, arch: str) -> str | None:
+        return None if arch == "sm_100" else "no such GPU"
+
+    def build(self, archs: tuple[str, ...], folder: Path, report: Callable[[str], None]) -> list[Path]:
+        self.built.append((archs, folder))
+        report(f"{self.backend}: built")
+        return [folder / arch for arch in archs]
+
+
+@pytest.fixture
+def builders(tmp_path: Path) -> Iterator[tuple[_BuilderPlugin, _BuilderPlugin]]:
+    plugins = _BuilderPlugin("one", tmp_path / "one"), _BuilderPlugin("two", tmp_path / "two")
+    for plugin in plugins:
+        REGISTRY.register(plugin, plugin.backend)
+    yield plugins
+    REGISTRY.reset()
+
+
+def test_build_asks_every_plugin(
+    builders: tuple[_BuilderPlugin, _BuilderPlugin], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = builders
+    assert cli.main(["build"]) == 0
+    assert one.built == [(("sm_90",), tmp_path / "one")] and two.built == [(("sm_90",), tmp_path / "two")]
+    assert cli.main(["build", "--backend", "two", "--arch", "sm_100", "--folder", str(tmp_path)]) == 0
+    assert len(one.built) == 1 and two.built[-1] == (("sm_100",), tmp_path)
+    assert f"two: built\n1 kernels in {tmp_path}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backend", "three"], "--backend: got 'three'; wanted one of one, two"),
+        (["--folder", "here"], "--folder: is for one backend; --backend chooses it among one, two"),
+        (["--arch", "sm_90,sm_80"], "--arch: got 'sm_80'; wanted one such as sm_90 (no such GPU)"),
+    ],
+)
+def test_what_build_refuses(
+    builders: tuple[_BuilderPlugin, _BuilderPlugin],
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["build", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not builders[0].built and not builders[1].built
+
+
+def test_build_where_no_plugin_has_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build"]) == 2
+    assert "no plugin has kernels to build" in capsys.readouterr().err
+
+
+def test_build_names_a_plugin_with_another_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    class Plugin:
+        @hookimpl
+        def kdacore_kernel_builders(self) -> list[Any]:
+            return ["sm_90"]
+
+    REGISTRY.register(Plugin(), "strange")
+    assert cli.main(["build"]) == 1
+    said = capsys.readouterr().err
+    assert "kdacore_kernel_builders" in said and "a str, not a kdacore.command_types.KernelBuilder" in said
+    REGISTRY.reset()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from cuda_calls import Draw, request_of
 
+from kdacore.oracle import stages as exact
 from kdacore.types import (
     ChunkGateInputs,
     IntraInputs,
@@ -17,7 +18,6 @@ from kdacore.types import (
     Request,
 )
 from kdacore_cuda.forms.stages import forward as stages
-from kdacore_reference import oracle_stages as exact
 
 
 def stage_request(op: str, inputs: Any, **options: Any) -> Request:

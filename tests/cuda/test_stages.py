@@ -15,13 +15,13 @@ from stages_calls import Drawn, intra, recompute, stage_request
 import kdacore
 from kdacore import stages as api
 from kdacore.errors import UnsupportedError
+from kdacore.oracle import stages as exact
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice, make_backend, verifiers
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.forms.stages.kernels import intra_kernel, recompute_kernel
 from kdacore_cuda.runtime import torch_arguments
-from kdacore_reference import oracle_stages as exact
 
 MIXED = [0, 1, 17, 64, 15, 0, 70, 33]
 """Lengths of a pack: empty, one token, a whole chunk, a chunk and some."""

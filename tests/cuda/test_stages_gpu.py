@@ -9,8 +9,8 @@ import torch
 from cuda_calls import O_BOUND, Draw, error
 from stages_calls import intra, recompute, stage_request
 
+from kdacore.oracle import stages as exact
 from kdacore.types import IntraInputs, RecomputeInputs
-from kdacore_reference import oracle_stages as exact
 
 pytestmark = pytest.mark.gpu
 

@@ -10,6 +10,7 @@ import torch
 from cuda_calls import O_BOUND, error
 from stages_calls import Drawn, recompute, stage_request
 
+from kdacore.oracle import stages as exact
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
@@ -23,7 +24,6 @@ from kdacore_cuda.forms.stages.kernels import (
 )
 from kdacore_cuda.kernel_parameters import RECOMPUTE
 from kdacore_cuda.runtime import device_figures, torch_launch
-from kdacore_reference import oracle_stages as exact
 
 MULTIPROCESSORS = 3
 PACK = [0, 1, 17, 64, 15, 0, 70, 200]

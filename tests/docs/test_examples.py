@@ -86,7 +86,7 @@ def test_every_hook_has_an_example() -> None:
     from kdacore import hookspecs
 
     hooks = [f for n, f in vars(hookspecs).items() if n.startswith("kdacore_")]
-    assert len(hooks) == 4
+    assert len(hooks) == 6
     assert [f.__name__ for f in hooks if ">>>" not in (f.__doc__ or "")] == []
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import graphlib
+import re
+from pathlib import Path
 
 import grimp
 import pytest
+import tomllib
 
 pytestmark = pytest.mark.quick
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("kdacore", "kdacore_reference", "kdacore_triton", "kdacore_cuda", "kdacore_pallas")
 
 
@@ -19,6 +23,38 @@ def test_no_module_imports_itself_through_others(package: str) -> None:
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imports) > 5
     graphlib.TopologicalSorter(imports).prepare()  # CycleError names the circle
+
+
+def _modules_for_authors() -> set[str]:
+    page = (ROOT / "docs/guide/writing-a-backend.md").read_text()
+    table = page.split("## What to import")[1].split("\n## ")[0]
+    return set(re.findall(r"(?m)^\| `(kdacore[\w.]*)` \|", table)) - {"kdacore"}
+
+
+def _within(module: str, packages: set[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_backends_import_what_the_page_for_authors_names(package: str) -> None:
+    """Imports for type checkers count too."""
+    graph = grimp.build_graph(package, "kdacore", cache_dir=None)
+    named = _modules_for_authors()
+    modules = [m for m in graph.modules if _within(m, {package})]
+    imported = {i for m in modules for i in graph.find_modules_directly_imported_by(m)}
+    own = {i for i in imported if i.startswith("kdacore.")}
+    assert own and sorted(i for i in own if not _within(i, named)) == []
+
+
+def test_the_linter_forbids_backends_all_other_modules() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = [c for c in contracts if c["name"].startswith("backends import")]
+    forbidden, named = set(contract["forbidden_modules"]), _modules_for_authors()
+    assert not [m for m in named if _within(m, forbidden)]
+    graph = grimp.build_graph("kdacore", cache_dir=None)
+    assert forbidden <= graph.modules
+    unlisted = {m for m in graph.modules if not _within(m, forbidden | named)}
+    assert unlisted == {"kdacore", "kdacore.arrays", "kdacore.arrays.torch", "kdacore.contract"}
 
 
 def test_production_never_imports_the_conformance_suite() -> None:

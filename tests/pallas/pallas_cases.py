@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request, TensorSpec
-from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 O_BOUND = {"float32": 2e-5, "bfloat16": 4.5e-3, "float16": 4.5e-3}

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_cases import GRAD_BOUND, O_BOUND, STATE_BOUND, Case, build, error, output_grads
 
 import kdacore
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.types import ChunkInputs, OutputGrads, Request
-from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 AXIS = "seq"
 TOKENS = ("q", "k", "v", "g", "beta")

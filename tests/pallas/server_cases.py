@@ -17,8 +17,8 @@ import kdacore
 from kdacore.calls.requests import request_with
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, StateRows, state_rows
 from kdacore.ops import OPS
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import OutputGrads, Request
-from kdacore_reference.oracle import oracle_forward
 
 TOKENS = ("q", "k", "v", "g", "beta")
 ROWS = 9

@@ -13,6 +13,7 @@ from pallas_cases import Case, build, check_backward, check_forward, output_grad
 
 import kdacore
 from kdacore.calls.values import Shape, tensors
+from kdacore.oracle.gate import oracle_gate
 from kdacore.testing import cases as conformance
 from kdacore.testing.matrix import plan
 from kdacore.testing.suite import run_case
@@ -21,7 +22,6 @@ from kdacore_pallas.tpu import chunk_backward, chunk_forward, recurrent
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.xla import chunk_forward_gpu
 from kdacore_pallas.xla.gate import kda_gate
-from kdacore_reference.oracle import oracle_gate
 
 INTERPRET = Launch(interpret=True)
 PICKED = (

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
 
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import OutputGrads, RecurrentInputs, Request
 from kdacore_pallas.tpu import chunk_backward, chunk_forward, inverse, recurrent, vmem
 from kdacore_pallas.tpu.launch import Launch
 from kdacore_pallas.tpu.products import Passes
-from kdacore_reference.oracle import oracle_forward
 
 GDN = "chunk_gated_delta_rule"
 INTERPRET = Launch(interpret=True)

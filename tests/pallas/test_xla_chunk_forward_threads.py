@@ -12,10 +12,10 @@ import pytest
 from pallas_cases import O_BOUND, STATE_BOUND, Case, build, error, to_jax
 
 import kdacore
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore_pallas.program_cache import compiled_program
 from kdacore_pallas.xla import chunk_forward
 from kdacore_pallas.xla import chunk_forward_threads as threads
-from kdacore_reference.oracle import oracle_forward
 
 CASES = {
     "padded, flat bias": Case(T=70, H=2, HV=2, K=16, V=16, gate="softplus"),

@@ -15,8 +15,8 @@ import torch
 from pallas_cases import Case, build, error
 
 import kdacore
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.types import OutputGrads
-from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 FLAGS = {

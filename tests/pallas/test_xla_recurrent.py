@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from pallas_cases import Case, build, check_backward, check_forward, error, output_grads, to_jax
 
+from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import GateInputs, OutputGrads, RecurrentInputs, Request
 from kdacore_pallas.xla import entry_points
-from kdacore_reference.oracle import oracle_forward, oracle_gate, oracle_gate_backward
 
 OP = "fused_recurrent_kda"
 RNG = np.random.default_rng(7)

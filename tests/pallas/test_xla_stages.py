@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pallas_cases import Case, build, error, to_jax
 
+from kdacore.oracle import stages as oracle
 from kdacore.types import (
     ChunkGateInputs,
     ChunkInputs,
@@ -19,7 +20,6 @@ from kdacore.types import (
     Request,
 )
 from kdacore_pallas.xla import entry_points
-from kdacore_reference import oracle_stages as oracle
 
 CASES = {
     "dense": (Case(B=2, T=100, H=2, HV=4, K=24, V=40, gate="softplus"), 64),

@@ -14,8 +14,8 @@ from pallas_cases import Case, build, error
 
 import kdacore
 from kdacore import device
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.types import Device, OutputGrads
-from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 CASE = Case(B=2, T=70, K=16, V=16, H=1, HV=2, gate="softplus", initial=False)
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")

@@ -58,7 +58,7 @@ def error() -> Callable[[Any, Any], float]:
 
 
 def relative_error(x: Any, ref: Any) -> float:
-    from kdacore_reference.oracle import to_float64
+    from kdacore.oracle.host_values import to_float64
 
     got, want = to_float64(x), to_float64(ref)
     assert got.shape == want.shape, (got.shape, want.shape)

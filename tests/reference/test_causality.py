@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdacore.oracle.host_values import to_numpy
 from kdacore.types import Backend, InputGrads, OutputGrads, Outputs
-from kdacore_reference.arrays import to_numpy
 
 Make = Callable[..., Any]
 TOKENS = ("q", "k", "v", "g", "beta")

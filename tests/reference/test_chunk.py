@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.types import Backend, OutputGrads
-from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 Make = Callable[..., Any]
 Error = Callable[[Any, Any], float]

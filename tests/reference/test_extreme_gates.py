@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from kdacore.oracle.gate import LARGEST, oracle_gate, oracle_gate_backward
+from kdacore.oracle.host_values import to_float64
 from kdacore.types import GateInputs
-from kdacore_reference.arrays import to_float64
 from kdacore_reference.gate import kda_gate_backward, kda_gate_forward
-from kdacore_reference.oracle import oracle_gate, oracle_gate_backward
-from kdacore_reference.oracle_inputs import LARGEST
 
 INF = float("inf")
 

@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.types import GateInputs, OutputGrads
-from kdacore_reference.oracle import (
-    oracle_backward,
-    oracle_forward,
-    oracle_gate,
-    oracle_gate_backward,
-    to_float64,
-)
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import kdacore
+from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
 from kdacore.types import Backend, GateInputs
-from kdacore_reference.oracle import oracle_gate, oracle_gate_backward
 
 OPS = {
     "chunk_kda": True,

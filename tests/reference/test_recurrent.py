@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kdacore.oracle.host_values import to_float64, to_numpy
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import Backend
-from kdacore_reference.arrays import to_numpy
-from kdacore_reference.oracle import oracle_forward, to_float64
 
 Make = Callable[..., Any]
 Error = Callable[[Any, Any], float]

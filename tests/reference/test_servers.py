@@ -14,9 +14,9 @@ import kdacore
 from kdacore.calls.requests import request_with
 from kdacore.contract.state_rows import INDEX_VALUES
 from kdacore.ops import OPS
+from kdacore.oracle.host_values import to_float64, to_numpy
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore_reference import _READ_ON_HOST
-from kdacore_reference.arrays import to_numpy
-from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 KINDS = ["numpy", "torch", "jax"]
 H, HV, K, V = 2, 4, 16, 8

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdacore.oracle import stages as oracle_stages
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import (
     Backend,
     ChunkGateInputs,
@@ -18,8 +21,6 @@ from kdacore.types import (
     IntraInputs,
     RecomputeInputs,
 )
-from kdacore_reference import oracle_stages
-from kdacore_reference.oracle import oracle_forward, to_float64
 
 Make = Callable[..., Any]
 Error = Callable[[Any, Any], float]

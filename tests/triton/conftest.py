@@ -57,14 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need one."""
-    if not GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-
-
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the kernels run here."""

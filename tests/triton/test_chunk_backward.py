@@ -18,10 +18,11 @@ if not torch.cuda.is_available():
 
 from kdacore import contract
 from kdacore.ops import OPS
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_backward, oracle_forward
 from kdacore.testing.random_cases import random_case
 from kdacore.testing.suite import run_case
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
-from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 from kdacore_triton.chunk_backward import backward
 from kdacore_triton.chunk_forward import forward
 

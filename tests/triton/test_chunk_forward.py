@@ -9,8 +9,9 @@ import torch
 
 from kdacore import contract
 from kdacore.ops import OPS
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_triton import chunk_forward, configs
 
 # Products above the diagonal may overflow before they are masked away; NumPy, which the interpreter uses, says so.

@@ -12,11 +12,12 @@ import torch
 import kdacore
 from kdacore import contract
 from kdacore.ops import OPS
+from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
+from kdacore.oracle.host_values import to_float64
 from kdacore.testing.cases import Case
 from kdacore.testing.matrix import plan
 from kdacore.testing.suite import run_case
 from kdacore.types import GateInputs
-from kdacore_reference.oracle import oracle_gate, oracle_gate_backward, to_float64
 from kdacore_triton import gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

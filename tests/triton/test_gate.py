@@ -8,8 +8,9 @@ import torch
 
 from kdacore import contract
 from kdacore.ops import OPS
+from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
+from kdacore.oracle.host_values import to_float64
 from kdacore.types import GateInputs, Request
-from kdacore_reference.oracle import oracle_gate, oracle_gate_backward, to_float64
 from kdacore_triton import gate
 
 pytestmark = pytest.mark.quick

@@ -15,8 +15,9 @@ if not torch.cuda.is_available():
 
 from kdacore import contract
 from kdacore.ops import OPS
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_triton import configs, recurrent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

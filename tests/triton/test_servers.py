@@ -13,8 +13,9 @@ import torch
 from kdacore import contract
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
 from kdacore.ops import OPS
+from kdacore.oracle.host_values import to_float64
+from kdacore.oracle.recurrence import oracle_forward
 from kdacore.types import Outputs, Request
-from kdacore_reference.oracle import oracle_forward, to_float64
 from kdacore_triton import chunk_forward, configs, recurrent
 from kdacore_triton.kernels.chunk_forward_checkpoints import chunk_forward_checkpoints_kernel
 from kdacore_triton.launch import BoundKernel

@@ -9,6 +9,8 @@ import torch
 
 from kdacore import contract
 from kdacore.ops import OPS
+from kdacore.oracle import stages as exact
+from kdacore.oracle.host_values import to_float64
 from kdacore.types import (
     ChunkGateInputs,
     ChunkOutputInputs,
@@ -18,8 +20,6 @@ from kdacore.types import (
     RecomputeInputs,
     Request,
 )
-from kdacore_reference import oracle_stages as exact
-from kdacore_reference.oracle import to_float64
 from kdacore_triton import configs, stages
 
 GPU = torch.cuda.is_available()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -9,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from api_stub import STUB, make
 
 import kdacore
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from codegen import public_api  # noqa: E402
+
 CALLS = HERE / "calls.py"
 CHECKERS = {
     "mypy": ("mypy", "--config-file=", "--no-incremental", CALLS.name),
@@ -21,8 +25,22 @@ CHECKERS = {
 }
 
 
-def test_the_stub_is_made_of_the_source() -> None:
-    assert STUB.read_text() == make(), "run: python tests/typing/api_stub.py"
+def test_the_public_functions_are_those_of_the_definitions() -> None:
+    assert public_api.SOURCE.read_text() == public_api.source(), "run: python -m codegen.public_api"
+
+
+def test_the_stub_is_that_of_the_definitions() -> None:
+    assert public_api.STUB.read_text() == public_api.stub(), "run: python -m codegen.public_api"
+
+
+def test_an_argument_without_a_description_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = public_api.OPS["chunk_kda"]
+    new = dataclasses.replace(
+        op, option_arguments=(*op.option_arguments, public_api.Option("audit", "flag", False))
+    )
+    monkeypatch.setitem(public_api.OPS, "chunk_kda", new)
+    with pytest.raises(ValueError, match="chunk_kda: nothing describes audit"):
+        public_api.source()
 
 
 @pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.exhaustive), "basedpyright"])

@@ -9,11 +9,18 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
+from kdacore.ops import (
+    CHECKPOINT_FEATURES,
+    POOL_FEATURES,
+    RECURRENT_FEATURES,
+    SEQUENCE_FEATURES,
+    STAGE_FEATURES,
+)
 from kdacore.types import Backend, Forward, OpImpl, Request, Requirement
 
 VERIFIED = frozenset({"sm_90"})
 """Architectures the conformance suite has run on, all ops
-(benchmarks/results/h200/conformance-cuda.json); others are checked once, on the machine, before
+(benchmarks/results/h200/verify-cuda.json); others are checked once, on the machine, before
 auto uses them."""
 
 
@@ -52,35 +59,6 @@ def _version(number: int) -> str:
 __version__ = "0.1.0"
 
 _lazy = partial(lazy_function, "kdacore_cuda")
-
-WHOLE = frozenset(
-    {
-        "beta_sigmoid",
-        "final_state",
-        "gate.bounded",
-        "gate.unbounded",
-        "grouped_value_heads",
-        "initial_state",
-        "neg_eigval",
-        "packed",
-        "qk_l2norm",
-        "state_v_first",
-    }
-)
-"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset(
-    {
-        "has_initial_state",
-        "inplace_state",
-        "null_index",
-        "out",
-        "state_pool",
-        "write_indices",
-        "write_pool",
-    }
-)
-"""Those of servers."""
-
 
 _verifier = partial(_lazy, "verifiers")
 
@@ -125,10 +103,10 @@ _STAGE = (
 )
 
 
-def _stage(function: str, *features: str) -> OpImpl:
+def _stage(op: str, function: str) -> OpImpl:
     return OpImpl(
         forward=_by_kind(_lazy("forms.stages.forward", function), _lazy("jax.stages", function)),
-        serves=frozenset({"grouped_value_heads", "packed", *features}),
+        serves=STAGE_FEATURES[op],
         form=_lazy("forms.explain", "form"),
         verifiers=_STAGE,
         verified_archs=VERIFIED,
@@ -141,7 +119,7 @@ def make_backend() -> Backend:
     chunk = OpImpl(
         forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.chunk", "forward")),
         backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.chunk", "backward")),
-        serves=WHOLE | POOL | {"checkpoints", "checkpoint_offsets"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         verifiers=(
             *_COMMON,
             _verifier("chunk_forward_dtype"),
@@ -157,7 +135,7 @@ def make_backend() -> Backend:
     )
     recurrent = OpImpl(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.recurrent", "forward")),
-        serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
         fast_path=_lazy("forms.recurrent.fast_path", "make_fast_call"),
         form=_lazy("forms.explain", "form"),
@@ -172,8 +150,8 @@ def make_backend() -> Backend:
             "chunk_kda": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_chunk_intra": _stage("chunk_intra"),
-            "kda_recompute_w_u": _stage("recompute_w_u", "q"),
+            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
+            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
         },
         summary="hand-written kernels: bfloat16 chunk_kda, its backward on Hopper, recurrent ops, two training stages",
         requirements=(
@@ -196,3 +174,9 @@ def make_backend() -> Backend:
 def kdacore_backends() -> list[Backend]:
     """The hook kdacore finds this backend by."""
     return [make_backend()]
+
+
+@hookimpl
+def kdacore_kernel_builders() -> list[Any]:
+    """The hook ``kdacore build`` finds the kernels by."""
+    return [_lazy("build.kernel_builder", "builder")()]

@@ -11,6 +11,14 @@ from functools import partial
 from kdacore import config
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function
+from kdacore.ops import (
+    CHECKPOINT_FEATURES,
+    GATE_FEATURES,
+    POOL_FEATURES,
+    RECURRENT_FEATURES,
+    SEQUENCE_FEATURES,
+    STAGE_FEATURES,
+)
 from kdacore.types import Backend, OpImpl, Reason, Request, Requirement, Verifier
 
 VERSION = "0.1.0"
@@ -36,32 +44,6 @@ JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
 
 
 _lazy = partial(lazy_function, "kdacore_pallas")
-
-WHOLE = frozenset(
-    {
-        "beta_sigmoid",
-        "final_state",
-        "gate.bounded",
-        "gate.unbounded",
-        "grouped_value_heads",
-        "initial_state",
-        "neg_eigval",
-        "packed",
-        "qk_l2norm",
-        "state_v_first",
-    }
-)
-"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset(
-    {"has_initial_state", "inplace_state", "null_index", "state_pool", "write_indices", "write_pool"}
-)
-"""State pools, in both."""
-CHUNK = frozenset({"checkpoint_offsets", "checkpoints", "out"})
-"""Those of the chunked ops alone that XLA serves."""
-RECURRENT = frozenset({"accepted_tokens", "out", "read_only_state"})
-"""Those of the recurrent ops alone."""
-GATES = frozenset({"gate.bounded", "gate.unbounded"})
-STAGE = frozenset({"grouped_value_heads", "packed"})
 
 
 def _tpu_verifiers(*names: str) -> tuple[Verifier, ...]:
@@ -112,11 +94,24 @@ def _xla_op(
     )
 
 
+_STAGES = {
+    "kda_chunk_gate": "chunk_gate",
+    "kda_chunk_intra": "chunk_intra",
+    "kda_recompute_w_u": "recompute_w_u",
+    "delta_rule_chunk_state": "chunk_state",
+    "kda_chunk_output": "chunk_output",
+}
+"""The function of each stage in ``xla.entry_points``."""
+
+
 def make_xla() -> Backend:
     """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
     name."""
-    chunk = _xla_op("chunk_forward", "chunk_backward", WHOLE | POOL | CHUNK, compiles=True, slices=True)
-    recurrent = _xla_op("recurrent_forward", "recurrent_backward", WHOLE | POOL | RECURRENT)
+    whole = SEQUENCE_FEATURES | POOL_FEATURES | {"out"}
+    chunk = _xla_op(
+        "chunk_forward", "chunk_backward", whole | CHECKPOINT_FEATURES, compiles=True, slices=True
+    )
+    recurrent = _xla_op("recurrent_forward", "recurrent_backward", whole | RECURRENT_FEATURES)
     return Backend(
         name="xla",
         version=VERSION,
@@ -127,14 +122,8 @@ def make_xla() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_gate": _xla_op("gate_forward", "gate_backward", GATES),
-            "kda_chunk_gate": _xla_op("chunk_gate", None, GATES | {"packed"}),
-            "kda_chunk_intra": _xla_op("chunk_intra", None, STAGE),
-            "kda_recompute_w_u": _xla_op("recompute_w_u", None, STAGE | {"q"}),
-            "delta_rule_chunk_state": _xla_op(
-                "chunk_state", None, frozenset({"initial_state", "packed", "state_v_first"})
-            ),
-            "kda_chunk_output": _xla_op("chunk_output", None, STAGE),
+            "kda_gate": _xla_op("gate_forward", "gate_backward", GATE_FEATURES),
+            **{stage: _xla_op(name, None, STAGE_FEATURES[stage]) for stage, name in _STAGES.items()},
         },
         summary="plain JAX on any platform; float32 arithmetic; jit, grad, vmap, shard_map",
         requirements=(JAX,),
@@ -151,14 +140,14 @@ def make_pallas() -> Backend:
     chunk = OpImpl(
         forward=_lazy(module, "chunk_forward"),
         backward=_lazy(module, "chunk_backward"),
-        serves=WHOLE | POOL,
+        serves=SEQUENCE_FEATURES | POOL_FEATURES,
         verifiers=_tpu_verifiers(*common, "chunk_vmem", "chunk_smem"),
         slices=_lazy("tpu.slices", "slice_functions"),
     )
     recurrent = OpImpl(
         forward=_lazy(module, "recurrent_forward"),
         backward=_lazy(module, "recurrent_backward"),
-        serves=WHOLE | POOL | RECURRENT - {"out"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES,
         verifiers=_tpu_verifiers(*common, "recurrent_vmem", "recurrent_smem"),
     )
     return Backend(

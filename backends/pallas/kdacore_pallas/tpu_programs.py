@@ -39,9 +39,9 @@ class Shape:
     B: int = 1
     op: str = "chunk_kda"
     sequences: int = 0
-    """Of a pack; 0 without one."""
+    """Number of sequences of a pack; 0 without one."""
     slots: int = 0
-    """Of the pool of a decode call."""
+    """Number of rows of a decode call's state pool; 0 without one."""
     chips: int = 1
     """Heads are split over them."""
     flat: bool = False
@@ -122,7 +122,7 @@ CHEAP = [
     Program("T256 H2", "forward", "pallas", "v6e"),
     Program("recurrent T256 H2", "step", "xla", "v6e"),
 ]
-"""Those that a test compiles again each time."""
+"""Names of the programs that a test compiles again each time."""
 
 
 # --- the programs ---------------------------------------------------------------------------------

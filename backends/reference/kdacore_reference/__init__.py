@@ -9,6 +9,14 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function
+from kdacore.ops import (
+    CHECKPOINT_FEATURES,
+    GATE_FEATURES,
+    POOL_FEATURES,
+    RECURRENT_FEATURES,
+    SEQUENCE_FEATURES,
+    STAGE_FEATURES,
+)
 from kdacore.types import Backend, OpImpl, Reason, Request
 
 
@@ -54,43 +62,6 @@ def has_values(request: Request) -> Reason | None:
 _lazy = partial(lazy_function, "kdacore_reference")
 
 
-WHOLE = frozenset(
-    {
-        "beta_sigmoid",
-        "final_state",
-        "gate.bounded",
-        "gate.unbounded",
-        "grouped_value_heads",
-        "initial_state",
-        "neg_eigval",
-        "packed",
-        "qk_l2norm",
-        "state_v_first",
-    }
-)
-"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset(
-    {
-        "has_initial_state",
-        "inplace_state",
-        "null_index",
-        "out",
-        "state_pool",
-        "write_indices",
-        "write_pool",
-    }
-)
-"""Those of both that serving engines need."""
-GATES = frozenset({"gate.bounded", "gate.unbounded"})
-STAGES = {
-    "kda_chunk_gate": GATES | {"packed"},
-    "kda_chunk_intra": frozenset({"grouped_value_heads", "packed"}),
-    "kda_recompute_w_u": frozenset({"grouped_value_heads", "packed", "q"}),
-    "delta_rule_chunk_state": frozenset({"initial_state", "packed", "state_v_first"}),
-    "kda_chunk_output": frozenset({"grouped_value_heads", "packed"}),
-}
-
-
 def _op(
     forward: Callable[..., Any],
     serves: frozenset[str],
@@ -111,10 +82,10 @@ def make_backend() -> Backend:
     chunk_backward = _lazy("chunk_backward", "chunk_backward")
     chunk = _op(
         _lazy("chunk_forward", "chunk_forward"),
-        WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
+        SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         chunk_backward,
     )
-    decoding = WHOLE | POOL | {"accepted_tokens", "read_only_state"}
+    decoding = SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"}
     recurrent = _op(_lazy("recurrent", "recurrent_forward"), decoding, chunk_backward)
     gate_backward = _lazy("gate", "kda_gate_backward")
     ops = {
@@ -122,8 +93,8 @@ def make_backend() -> Backend:
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_kda": recurrent,
         "fused_recurrent_gated_delta_rule": recurrent,
-        "kda_gate": _op(_lazy("gate", "kda_gate_forward"), GATES, gate_backward),
-        **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGES.items()},
+        "kda_gate": _op(_lazy("gate", "kda_gate_forward"), GATE_FEATURES, gate_backward),
+        **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGE_FEATURES.items()},
     }
     return Backend(
         name="reference",

@@ -14,46 +14,11 @@ from typing import cast as typed
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_array
-from numpy.typing import NDArray
 
 from kdacore import config
 from kdacore.types import Array, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
-
-
-def to_numpy(array: Any) -> NDArray[Any]:
-    """A NumPy copy or view of a NumPy, torch or JAX array. torch bfloat16, which NumPy lacks,
-    widens to float32."""
-    if type(array).__module__.partition(".")[0] == "torch" or hasattr(array, "detach"):
-        array = array.detach().cpu()
-        if str(array.dtype) == "torch.bfloat16":
-            array = array.float()
-        return np.asarray(array.numpy())
-    return np.asarray(array)
-
-
-def to_float64(array: Any) -> F64:
-    """The exact values of ``array`` (any float dtype, ``ml_dtypes.bfloat16`` included) as a fresh
-    float64 array."""
-    return np.array(to_numpy(array), dtype=np.float64)
-
-
-def to_int64(array: Any) -> I64:
-    """The values of an integer ``array`` as int64."""
-    return np.array(to_numpy(array), dtype=np.int64)
-
-
-def to_offsets(request: Request, cu_seqlens: Any, name: str = "cu_seqlens") -> I64:
-    """The offsets of a packed call, checked against the contract. ``name`` is the argument they
-    were passed as."""
-    offsets = to_int64(cu_seqlens)
-    from kdacore.contract.values import check_offsets  # packed calls alone need it
-
-    check_offsets(request, name, offsets)
-    return offsets
 
 
 _namespaces: dict[type, Any] = {}
@@ -110,6 +75,8 @@ def state_layout(state: Array, request: Request) -> Array:
 
 def host_ints(array: Array) -> list[int]:
     """The values of a one-dimensional integer array as Python integers."""
+    from kdacore.oracle.host_values import to_int64  # here: few calls need it
+
     return [int(i) for i in to_int64(array)]
 
 
@@ -281,7 +248,8 @@ class SingleThreadedBlas:
         self.before = 1
 
     def renew_in_child(self) -> None:
-        """In a forked child, which has none of the threads that were inside and would wait for them."""
+        """Start anew in a forked child, which has none of the threads that were inside and would
+        wait for them."""
         self.lock = threading.Lock()
         if self.inside and (blas := bundled_openblas()) is not None:
             blas.set_threads(self.before)

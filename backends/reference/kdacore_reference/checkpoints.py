@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from kdacore.contract.state_rows import ZEROS, StateRows
+from kdacore.oracle.host_values import to_int64
 from kdacore.types import Array, Request
-from kdacore_reference.arrays import device_of, index_array, namespace, put, to_int64
+from kdacore_reference.arrays import device_of, index_array, namespace, put
 from kdacore_reference.recurrent import plan_recurrent, run_tokens
 from kdacore_reference.slabs import CHUNK, Sequence, Unit
 

@@ -87,7 +87,7 @@ class Prepared(NamedTuple):
     do: Array
     """``[n, H, G, C, V]``."""
     derrors: Array
-    """As ``do``: gradient of ``errors`` from the outputs of the same chunk."""
+    """Gradient of ``errors`` from the outputs of the same chunk, laid out as ``do``."""
 
 
 class Scanned(NamedTuple):

@@ -131,7 +131,7 @@ class Tokens(NamedTuple):
     log_decay: Array
     """``[n, HV, C, K or 1]``; 0 at padding."""
     raw_g: Array
-    """As given, for the backward; perhaps the caller's memory."""
+    """``g`` as the caller gave it, for the backward; perhaps the caller's memory."""
 
 
 def slab_tokens(request: Request, flat: Flat, unit: Unit, slab: Slab) -> Tokens:
@@ -229,7 +229,8 @@ class Prepared(NamedTuple):
     u: Array
     """``[n, H, G, C, V]``: ``errors`` from a state of zeros."""
     intra: Intra
-    """With the key rows of ``start`` solved for: what they read is added to ``u``."""
+    """The chunk's interactions with the key rows of ``start`` solved for: what these rows read is
+    added to ``u``."""
 
 
 class Scanned(NamedTuple):

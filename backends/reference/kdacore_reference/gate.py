@@ -222,7 +222,7 @@ def kda_gate_backward(request: Request, inputs: GateInputs, dlog: Array) -> Gate
 
 
 _CHANNELS = 2.0**-16
-"""As SHRINK, for the sum over channels."""
+"""What terms are multiplied by before the sum over channels, for the reason given at SHRINK."""
 
 
 def _total(per_token: Array, like: Array, factor: float = 1.0) -> Array:

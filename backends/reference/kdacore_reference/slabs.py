@@ -21,7 +21,6 @@ from array_api_compat import is_numpy_array
 
 from kdacore.types import Array, ArrayKind, Request
 from kdacore_reference.arrays import (
-    I64,
     bundled_openblas,
     cast,
     device_of,
@@ -31,11 +30,11 @@ from kdacore_reference.arrays import (
     put,
     single_threaded_blas,
     store,
-    to_offsets,
     unit_stride,
 )
 
 if TYPE_CHECKING:
+    from kdacore.oracle.host_values import I64
     from kdacore_reference.slab_threads import Work
 
 CHUNK = 32
@@ -58,6 +57,8 @@ def sequences_of(request: Request, inputs: Any) -> list[Sequence]:
     if not request.packed:
         return [Sequence(b, b * request.T, request.T) for b in range(request.B)]
     name = "cu_seqlens" if inputs.cu_seqlens_cpu is None else "cu_seqlens_cpu"
+    from kdacore.oracle.host_values import to_offsets  # here: packed calls alone need it
+
     bounds = to_offsets(request, getattr(inputs, name), name)
     return [Sequence(n, a, b - a) for n, (a, b) in enumerate(pairwise(bounds.tolist()))]
 
@@ -74,7 +75,7 @@ class Slab:
     sequence."""
 
     counts: list[int]
-    """At each chunk, how many of the unit's sequences have tokens left: always the first ones."""
+    """Number of the unit's sequences that have tokens left at each chunk: always the first ones."""
     first_chunk: int
     rows: I64 | slice
     """Row in the flattened ``[B*T]`` axis of each of the ``blocks * CHUNK`` tokens; padding repeats

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, StateRows, state_rows
+from kdacore.oracle.host_values import to_int64
 from kdacore.types import Array, Request
 from kdacore_reference.arrays import (
     cast,
@@ -16,7 +17,6 @@ from kdacore_reference.arrays import (
     plain,
     put,
     state_layout,
-    to_int64,
 )
 from kdacore_reference.slabs import Sequence
 

@@ -9,6 +9,14 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
+from kdacore.ops import (
+    CHECKPOINT_FEATURES,
+    GATE_FEATURES,
+    POOL_FEATURES,
+    RECURRENT_FEATURES,
+    SEQUENCE_FEATURES,
+    STAGE_FEATURES,
+)
 from kdacore.types import Backend, OpImpl, Requirement, Verifier
 
 VERSION = "0.1.0"
@@ -19,37 +27,6 @@ _lazy = partial(lazy_function, "kdacore_triton")
 _NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler")
 _verify = SimpleNamespace(**{name: _lazy("verifiers", name) for name in _NAMES})
 """The functions of :mod:`kdacore_triton.verifiers`, imported by the first request that reaches one of them."""
-
-
-WHOLE = frozenset(
-    {
-        "beta_sigmoid",
-        "final_state",
-        "gate.bounded",
-        "gate.unbounded",
-        "grouped_value_heads",
-        "initial_state",
-        "neg_eigval",
-        "packed",
-        "qk_l2norm",
-        "state_v_first",
-    }
-)
-"""Features of the chunked and the recurrent ops that are served beyond the plain call."""
-POOL = frozenset(
-    {
-        "has_initial_state",
-        "inplace_state",
-        "null_index",
-        "out",
-        "state_pool",
-        "write_indices",
-        "write_pool",
-    }
-)
-"""What servers ask of both."""
-GATES = frozenset({"gate.bounded", "gate.unbounded"})
-STAGE = frozenset({"grouped_value_heads", "packed"})
 
 
 def _op(
@@ -74,6 +51,10 @@ def _op(
     )
 
 
+def _stage(op: str, function: str, *more: Verifier) -> OpImpl:
+    return _op(_lazy("stages", function), *more, serves=STAGE_FEATURES[op])
+
+
 def make_backend() -> Backend:
     """The backend named ``triton``: every op, torch tensors, forward and backward."""
     whole = (_verify.head_dims, _verify.state, _verify.compiler)
@@ -81,7 +62,7 @@ def make_backend() -> Backend:
     chunk = _op(
         _lazy("chunk_forward", "forward"),
         *whole,
-        serves=WHOLE | POOL | {"checkpoint_offsets", "checkpoints"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         backward=chunk_backward,
         slices=_lazy("slices", "slice_functions"),
         form=_lazy("chunk_forward_choice", "form"),
@@ -89,7 +70,7 @@ def make_backend() -> Backend:
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
-        serves=WHOLE | POOL | {"accepted_tokens", "read_only_state"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "fast_path"),
     )
@@ -102,18 +83,14 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_gate": _op(_lazy("gate", "forward"), serves=GATES, backward=_lazy("gate", "backward")),
-            "kda_chunk_gate": _op(_lazy("stages", "chunk_gate"), _verify.key_dim, serves=GATES | {"packed"}),
-            "kda_chunk_intra": _op(_lazy("stages", "chunk_intra"), _verify.key_dim, serves=STAGE),
-            "kda_recompute_w_u": _op(
-                _lazy("stages", "recompute_w_u"), _verify.head_dims, serves=STAGE | {"q"}
+            "kda_gate": _op(
+                _lazy("gate", "forward"), serves=GATE_FEATURES, backward=_lazy("gate", "backward")
             ),
-            "delta_rule_chunk_state": _op(
-                _lazy("stages", "chunk_state"),
-                *whole,
-                serves=frozenset({"initial_state", "packed", "state_v_first"}),
-            ),
-            "kda_chunk_output": _op(_lazy("stages", "chunk_output"), _verify.head_dims, serves=STAGE),
+            "kda_chunk_gate": _stage("kda_chunk_gate", "chunk_gate", _verify.key_dim),
+            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra", _verify.key_dim),
+            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u", _verify.head_dims),
+            "delta_rule_chunk_state": _stage("delta_rule_chunk_state", "chunk_state", *whole),
+            "kda_chunk_output": _stage("kda_chunk_output", "chunk_output", _verify.head_dims),
         },
         summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
         requirements=(
@@ -131,3 +108,9 @@ def make_backend() -> Backend:
 def kdacore_backends() -> list[Backend]:
     """The hook kdacore finds this backend by."""
     return [make_backend()]
+
+
+@hookimpl
+def kdacore_config_tuners() -> list[Any]:
+    """The hook ``kdacore tune configs`` finds the kernels' launch configurations by."""
+    return [_lazy("tune_jobs", "tuner")()]

@@ -18,7 +18,8 @@ _SPILLS = 320
 """prepare holds whole rows in one warp's registers and spills some (144 on sm_90, 203 on sm_100): measured faster
 than fewer rows or more warps."""
 _SERVER_SPILLS = {8: 640}
-"""By heads, as a server calls it: 8 heads take chunks of 32, whose prepare spills 442 on sm_90 with Triton 3.9."""
+"""Allowed spills by number of heads, as a server calls it: 8 heads take chunks of 32, whose prepare spills 442 on
+sm_90 with Triton 3.9."""
 _UNTUNED_SPILLS = 20_000
 """float32 and wide heads: right, but not tuned; their registers overflow by far."""
 

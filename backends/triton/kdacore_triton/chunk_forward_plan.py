@@ -76,7 +76,7 @@ class StateLaunches:
     mids_size: int
     """float32 values that the scan stores for the launch that writes the checkpoints."""
     transition: FixedLaunch | None = None
-    """Of a slice that continues on other ranks."""
+    """Launch that computes the transition of a slice that continues on other ranks."""
 
 
 class ChunkForwardPlan:
@@ -243,7 +243,7 @@ class ChunkForwardPlan:
 
 
 def _absent(tensors: int, pooled: bool) -> tuple[None, ...]:
-    """In the place of tensors that only calls with pools pass: a launch then looks at none of them."""
+    """None for each tensor that only calls with pools pass: a launch then looks at none of them."""
     return () if pooled else (None,) * tensors
 
 

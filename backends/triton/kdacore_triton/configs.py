@@ -26,8 +26,8 @@ Config = Mapping[str, Any]
 """Parameter -> value: block sizes as the kernel's constexprs, ``num_warps``, ``num_stages``."""
 
 MANY = 1 << 20
-"""In place of a number of heads, rows or tokens where a choice must not depend on them: more than a device computes
-at once."""
+"""Stands for a number of heads, rows or tokens where a choice must not depend on them: more than a device computes at
+once."""
 DEFAULT_ARCH = "sm_90"
 """Where the choices for an architecture of another vendor come from."""
 

@@ -1,19 +1,30 @@
-"""The jobs of the tuner: one per shipped rule, at a shape that the rule matches."""
+"""The jobs of ``kdacore tune configs``: one for each shipped rule, at a shape that the rule matches; and the data file
+that their outcomes make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from kdacore.command_types import Config, ConfigTuner, TuningJob
 from kdacore.types import ChunkInputs, Device, IntraInputs, RecurrentInputs, Request
 from kdacore_triton import configs
 from kdacore_triton.gate_families import EXAMPLE_OPTIONS
 
+if TYPE_CHECKING:
+    import torch
+
 OPS = {"fused_recurrent_kda": "recurrent", "chunk_kda": "chunk_forward", "kda_chunk_intra": "chunk_intra"}
 """Op -> the kernel whose configurations serve it, as the data files call it."""
+
+_IDLE = {
+    "token": ("BD", "diagonal_warps", "diagonal_stages"),
+    "chunk": ("heads", "token_warps"),
+}
+"""Parameters of the other form of the intra-chunk stage."""
 
 Sizes = dict[str, Any]
 
@@ -36,6 +47,34 @@ class Job:
         rule = ", ".join(f"{k} {_condition(v)}" for k, v in self.when.items())
         return f"{self.op}: {rule or 'everything else'}"
 
+    @property
+    def parameters(self) -> Iterable[str]:
+        """What ``candidates.json`` lists for the kernel."""
+        return configs.spaces()[self.kernel].params
+
+    def neighbours(self, config: Config, parameter: str) -> Iterator[Config]:
+        """Legal configurations that differ in this parameter."""
+        if self.kernel == "chunk_intra" and parameter in _IDLE[config["form"]]:
+            return
+        space = configs.spaces()[self.kernel]
+        for value in space.params[parameter]:
+            other = {**config, parameter: value}
+            if value != config[parameter] and space.allows(other):
+                yield other
+
+    def call(self, device: Device) -> tuple[Request, Any]:
+        """A call of the job's sizes, its arrays filled at random on the device."""
+        return make(self, self.sizes, device)
+
+    def small_call(self, device: Device) -> tuple[Request, Any]:
+        """The same kind of call, small enough for the oracle."""
+        return make(self, small(self.sizes), device)
+
+    def run(self, config: Config, request: Request, inputs: Any) -> Any:
+        """The backend function that the kernel serves, with one configuration."""
+        with configs.override(self.kernel, config):
+            return runner(self)(request, inputs)
+
 
 def jobs(arch: str, ops: tuple[str, ...] = ()) -> list[Job]:
     """A job for every rule an architecture is served by, for these ops (default: all).
@@ -51,6 +90,35 @@ def jobs(arch: str, ops: tuple[str, ...] = ()) -> list[Job]:
             if next(c for c in choices if c.matches(shape_class(choice.kernel, sizes))) is choice:
                 found.append(Job(op, choice.kernel, choice.when, choice.config, sizes))
     return found
+
+
+def tuner() -> ConfigTuner:
+    """The launch configurations of the Triton kernels."""
+    return ConfigTuner("triton", jobs, write)
+
+
+def write(path: Path, arch: str, chosen: Sequence[tuple[TuningJob, Config]]) -> None:
+    """Write ``<arch>.json``: the tuned rules, and what is shipped for the kernels not tuned; one rule a line.
+
+    Raises:
+        InvalidConfigError: it would not be a legal file.
+    """
+    kernels = []
+    for kernel, choices in data_file(arch, chosen).items():
+        lines = ",\n".join(f"    {json.dumps(rule)}" for rule in choices)
+        kernels.append(f"  {json.dumps(kernel)}: [\n{lines}\n  ]")
+    path.write_text("{\n" + ",\n".join(kernels) + "\n}\n", encoding="utf-8")
+
+
+def data_file(arch: str, chosen: Sequence[tuple[TuningJob, Config]]) -> dict[str, list[dict[str, Any]]]:
+    """The rules of each kernel as :func:`write` writes them."""
+    rules: dict[str, list[dict[str, Any]]] = {}
+    for choice in configs.shipped_for(arch):
+        tuned = (c for job, c in chosen if OPS.get(job.op) == choice.kernel and job.when == choice.when)
+        config = dict(next(tuned, choice.config))
+        rules.setdefault(choice.kernel, []).append({"when": dict(choice.when), "config": config})
+    configs.check(f"{arch}.json", arch, rules)
+    return rules
 
 
 def shape_class(kernel: str, s: Sizes) -> Sizes:
@@ -137,6 +205,8 @@ def _request(job: Job, s: Sizes, device: Device, **options: Any) -> Request:
 
 
 def _normal(device: Device, *shape: int, dtype: str = "float32") -> torch.Tensor:
+    import torch
+
     where = f"{device.type}:{device.index}" if device.type == "cuda" else device.type
     return torch.randn(shape, device=where).to(getattr(torch, dtype))
 
@@ -153,6 +223,8 @@ def _tokens(s: Sizes, device: Device, scalar: bool = False) -> dict[str, torch.T
 
 def _decode_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
     """One token a sequence, states in place in a pool."""
+    import torch
+
     N, H, K = s["B"], s["H"], s["K"]
     x = _tokens(s, device)
     pool = _normal(device, N, H, K, K, dtype=s["state"])
@@ -176,6 +248,8 @@ def _chunk_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
 
 
 def _intra_call(job: Job, s: Sizes, device: Device) -> tuple[Request, Any]:
+    import torch
+
     B, T, H, K, C = (s[name] for name in ("B", "T", "H", "K", "C"))
     q, k = (torch.nn.functional.normalize(_normal(device, B, T, H, K), dim=-1) for _ in range(2))
     steps = -torch.nn.functional.softplus(_normal(device, B, T, H, K))

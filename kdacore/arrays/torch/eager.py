@@ -187,7 +187,7 @@ def _run_as_given(plan: Plan, inputs: Any) -> Any:
 
 TORCH = _TorchAdapter()
 TORCH_SUBCLASS = _TorchAdapter()
-"""For tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
+"""The adapter of tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 
 
 def adapter_for(x: torch.Tensor) -> _TorchAdapter:

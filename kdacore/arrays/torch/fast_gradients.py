@@ -55,14 +55,14 @@ class _Joined:
         given = [i for i, x in enumerate(inputs) if x is not None]
         self.count = len(given)
         self.given = itemgetter(*given)
-        """Those of the op's arrays that a call has."""
+        """Selects, from the op's arrays, those that a call has."""
         self.spread = itemgetter(*[given.index(i) if i in given else -1 for i in range(len(inputs))])
-        """From these and a None, the op's arrays again."""
+        """Makes the op's arrays again from these and a None."""
         self.results = itemgetter(-1, -1, *[i if i < _COUNT else -1 for i in given])
-        """From gradients and a None, what autograd is given: None for this object and for the tuple of arrays, and one
-        for each given array."""
+        """Makes, from gradients and a None, what autograd is given: None for this object and for the tuple of arrays,
+        and one for each given array."""
         self.layouts: list[Any] | None = None
-        """Of what is saved. None before the first call."""
+        """Layouts of what is saved for backward. None before the first call."""
         self.same_layouts: Callable[..., bool] = lambda *kept: False
         """Torch's own check of them, which also compares the state of the thread (autocast)."""
         self.checked = False
@@ -102,8 +102,8 @@ def _layout(x: Any) -> tuple[Any, ...]:
 
 
 class FastFunction(torch.autograd.Function):
-    """As :class:`kdacore.arrays.torch.autograd.WholeFunction`, for a recognised call. Its forward returns None where
-    the backend declines."""
+    """:class:`kdacore.arrays.torch.autograd.WholeFunction` for a recognised call. Its forward returns None where the
+    backend declines."""
 
     @staticmethod
     def forward(ctx: Any, joined: _Joined, arrays: tuple[Any, ...], *given: Any) -> Any:

@@ -18,7 +18,7 @@ from kdacore.errors import ContractError
 from kdacore.ops import HOST_ARGUMENTS
 
 _unwrap = getattr(torch._C._functorch, "unwrap_if_dead", lambda x: x)
-"""Of a tensor left over from a gradient transform that has ended, the tensor that it wraps."""
+"""Returns the tensor that a tensor left over from an ended gradient transform wraps."""
 REFUSED_SUBCLASSES = ("DTensor", "MaskedTensor")
 """Names of classes that :func:`problem_of` refuses, for code that is traced and can ask for no more."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -63,7 +63,8 @@ def within_chunk(options: KernelOptions, rows: Rows) -> WithinChunk:
 
 
 def keys(options: KernelOptions, x: WithinChunk) -> Keys:
-    """Of the inverse's products nearly all wait for the one before."""
+    """Decayed keys of a chunk and the inverse of its triangular system. Nearly every product of the
+    inverse waits for the one before it."""
     q, k, beta = x.rows.q, x.rows.k, x.rows.beta
     inverse = INVERSES[options.inverse](beta * x.kk, options.solve)
     return Keys(inverse, k * x.tree.prefix, q * x.tree.prefix, k * x.tree.suffix)

@@ -21,7 +21,7 @@ class ChunkGrads(NamedTuple):
     k: Array
     v: Array
     g: Array
-    """Of the log decay, ``[C, K]``."""
+    """Gradient of the log decay, ``[C, K]``."""
     beta: Array
     """``[C, 1]``."""
     state: Array

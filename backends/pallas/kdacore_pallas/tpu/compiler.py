@@ -32,7 +32,7 @@ MISSING = "libtpu is not installed; to get it: pip install 'jax[tpu]'"
 
 
 def versions() -> dict[str, str] | None:
-    """Those of JAX and of the compiler; None where libtpu is not installed."""
+    """Versions of JAX and of the TPU compiler; None where libtpu is not installed."""
     try:
         return {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "libtpu")}
     except importlib.metadata.PackageNotFoundError:

@@ -116,6 +116,6 @@ def recurrent_forward(request: Request, inputs: Any) -> Outputs:
 def recurrent_backward(
     request: Request, inputs: Any, saved: tuple[Array, ...], grads: OutputGrads
 ) -> InputGrads:
-    """In plain JAX: recurrent calls that are differentiated are short."""
+    """Runs in plain JAX: recurrent calls that are differentiated are short."""
     out: InputGrads = _run(xla_recurrent.backward, request, inputs, (), grads)
     return out

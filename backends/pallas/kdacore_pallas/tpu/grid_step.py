@@ -19,7 +19,7 @@ class Step(NamedTuple):
     refs: Refs
     """Inputs, outputs and scratch."""
     flag: Any
-    """Of :mod:`kdacore_pallas.tpu.schedule`."""
+    """Flags of :mod:`kdacore_pallas.tpu.schedule`, added up."""
     own: OwnRows
     first_head: Any
     """Value head of the call at which the block of heads begins."""

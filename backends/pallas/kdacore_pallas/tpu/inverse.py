@@ -39,7 +39,8 @@ def by_substitution(L: Array, passes: Passes) -> Array:
 
 
 def _merge_tiles(inverse: Array, L: Array, passes: Passes) -> Array:
-    """From inverses of 8 x 8 diagonal blocks to the whole. Left rows of a level never change."""
+    """Join inverses of 8 x 8 diagonal blocks to that of the whole. Left rows of a level never
+    change."""
     C = L.shape[0]
     for s in tiles.big_levels(C):
         corner = jnp.where(tiles.left_lanes(C, s), tiles.halves(L, s)[1], 0.0)

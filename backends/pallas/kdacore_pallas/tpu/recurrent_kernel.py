@@ -36,7 +36,7 @@ class RecurrentPlan:
     first: Array
     """1 on the first token of a sequence."""
     read: Array
-    """On a first token: the row to start from, negative for zeros."""
+    """Row that a sequence's first token starts from, negative for zeros."""
     buffer: Array
     """Which of two buffers the sequence's state is fetched into."""
     write: Array

@@ -61,7 +61,8 @@ def forward_call(request: Request, keep_starts: bool = False) -> Callable[[Chunk
 
 
 def backward_call(request: Request) -> Callable[..., Any]:
-    """Of the inputs, the gradient of ``o`` and, where they were kept, the chunks' start states."""
+    """The backward as a function of the inputs, the gradient of ``o`` and, where they were saved
+    for backward, the chunks' start states."""
     hb, launch = entry_points.chunk_launch(request, "backward")
     return lambda inputs, do, *saved: chunk_backward.backward(
         request, inputs, saved, OutputGrads(do), hb, launch

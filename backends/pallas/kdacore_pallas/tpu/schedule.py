@@ -37,7 +37,8 @@ class ChunkSchedule:
     """The block of rows. None for dense inputs: in order."""
 
     def arrays(self) -> tuple[Array, ...]:
-        """As the kernels are given them; :func:`kdacore_pallas.tpu.operands.row_block` takes the last."""
+        """The tables in the order of the kernels' arguments;
+        :func:`kdacore_pallas.tpu.operands.row_block` takes the last."""
         dense = self.seq, self.flags, self.end
         return dense if self.block is None else (*dense, self.first, self.block)
 

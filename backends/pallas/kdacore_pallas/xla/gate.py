@@ -20,7 +20,7 @@ L2NORM_EPS = 1e-6
 BLOCK = 64
 """Tokens summed at once."""
 _CHANNELS = 2.0**-16
-"""As SHRINK, for the sum over channels."""
+"""What terms are multiplied by before the sum over channels, for the reason given at SHRINK."""
 
 
 def log_decay(request: Request, g: Array, A: Array | None, bias: Array | None) -> Array:

@@ -31,7 +31,7 @@ TOGETHER = 32
 
 
 class Parts(NamedTuple):
-    """In how many parts a call is computed."""
+    """The number of parts that a call is computed in."""
 
     rows: int
     heads: int

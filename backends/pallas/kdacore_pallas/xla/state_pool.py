@@ -187,7 +187,8 @@ def resolved_inputs(inputs: ChunkInputs, resolved: Resolved) -> ChunkInputs:
 
 
 def no_slot(inputs: ChunkInputs) -> Array | None:
-    """Of resolved inputs: ``[N]`` bool, the sequences whose tokens are not read; None without any."""
+    """``[N]`` bool: sequences whose tokens are not read. None when there are none. ``inputs`` are
+    resolved."""
     return None if inputs.state_indices is None else inputs.state_indices < 0
 
 

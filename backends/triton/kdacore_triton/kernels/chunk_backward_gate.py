@@ -10,7 +10,7 @@ from .common import LARGEST, LOG2E, exp2, held, held_as, log2_decay, product, re
 from .common import gate_rate as rate_of
 
 SHRINK = tl.constexpr(2.0**-7)
-"""At most 64 tokens are added in a chunk."""
+"""What a chunk's terms are multiplied by before they are added. There are at most 64."""
 
 
 @triton.jit

@@ -8,7 +8,8 @@ import triton.language as tl
 from .common import held_as, product, rnorm
 
 SHRINK = tl.constexpr(2.0**-20)
-"""Of the terms of a sum over chunks, which are held to the largest float32: 2**20 of them add up to no infinity."""
+"""What the terms of a sum over chunks are multiplied by. They are held to the largest float32: 2**20 of them add up
+to no infinity."""
 
 
 @triton.jit(do_not_specialize=["HV", "slots"])

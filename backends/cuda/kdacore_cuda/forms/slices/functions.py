@@ -27,10 +27,10 @@ _OF_JAX = SliceFunctions(
 
 FORWARD_SECONDS, TRAINING_SECONDS = (30e-6, 1.60e-9), (80e-6, 6.15e-9)
 """Of a slice's work, fixed and for each token and value head: two H100s, 4 to 32 heads, packed or not
-(benchmarks/results/h100/context-parallel-2.json)."""
+(benchmarks/results/h100-x2/context-parallel.json)."""
 KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
 """The same where the backward takes maps from the forward: four H100s, 4 to 32 heads
-(context-parallel-4.json)."""
+(benchmarks/results/h100-x4/context-parallel.json)."""
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:

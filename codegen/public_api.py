@@ -1,0 +1,200 @@
+"""Write kdacore/api.py and kdacore/api.pyi: ``python -m codegen.public_api``.
+
+The signatures, what stands under ``Args:`` and the bodies come from the ops' definitions (kdacore/ops/__init__.py), all
+else from api.py.in. The stub, which type checkers read in place of the source, has one overload for each array library:
+torch tensors come out where torch tensors went in. A test fails when either file is not what this program would write.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kdacore.ops import OPS, SEQUENCE_FEATURES, ArrayArgument, OpDef, Option
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parent / "kdacore" / "api.py"
+STUB = SOURCE.with_suffix(".pyi")
+TEMPLATE, STUB_TEMPLATE = HERE / "api.py.in", HERE / "api.pyi.in"
+
+Argument = ArrayArgument | Option
+
+WIDTH = 110
+ORDER = (
+    "A_log", "dt_bias", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound", "state_v_first", "cu_seqlens",
+    "cu_seqlens_cpu", "state_indices", "num_accepted_tokens", "has_initial_state", "inplace_state", "null_index",
+    "write_indices", "write_pool", "checkpoint_offsets", "checkpoint_indices", "read_only_state", "out",
+    "disable_recompute", "checkpoint_every", "cp",
+)  # fmt: skip
+"""Keywords in the order of the signatures. Those that are not named here follow, as the definitions have them."""
+ANNOTATIONS = {"flag": "bool", "number": "float | None", "count": "int | None", "ranks": "Any"}
+CONSTANTS = {
+    "chunk_kda": "_CHUNK_KDA",
+    "chunk_gated_delta_rule": "_CHUNK_GDN",
+    "fused_recurrent_kda": "_RECURRENT_KDA",
+    "fused_recurrent_gated_delta_rule": "_RECURRENT_GDN",
+    "kda_gate": "_GATE",
+}
+CALLS = {"chunk": "_chunk", "recurrent": "_recurrent", "gate": "dispatch.call"}
+KINDS = ("Tensor", "NDArray[Any]", "jax.Array")
+
+
+def source() -> str:
+    """The text of kdacore/api.py."""
+    text = TEMPLATE.read_text(encoding="utf-8")
+    for name in CONSTANTS:
+        head, own, rest = _function(text, name)
+        text = head + _filled(own, OPS[name]) + rest
+    return text
+
+
+def _filled(function: str, op: OpDef) -> str:
+    """A function of the template with its signature, descriptions and body."""
+    function = function.replace("(<signature>)", f"({_signature(op)})")
+    pattern = r" *<arguments(?: (\w+) (\w+))?>\n"
+    function = re.sub(pattern, lambda m: _documented(op, m[1] or "", m[2] or ""), function)
+    return function.replace("    <call>\n", _body(op))
+
+
+def stub() -> str:
+    """The text of kdacore/api.pyi."""
+    overloads = []
+    for name in CONSTANTS:
+        op = OPS[name]
+        for kind in KINDS:
+            if op.family == "gate":
+                overloads.append(_overload(op, kind, kind, {}))
+                continue
+            results = f"{kind}, {kind} | None"
+            if "checkpoint_every" not in op.options:
+                overloads.append(_overload(op, kind, f"tuple[{results}]", {}))
+                continue
+            without, given = {"checkpoint_every": "None = ..."}, {"checkpoint_every": "int"}
+            overloads.append(_overload(op, kind, f"tuple[{results}]", without))
+            overloads.append(_overload(op, kind, f"tuple[{results}, {kind}]", given))
+    return STUB_TEMPLATE.read_text(encoding="utf-8").replace("<overloads>\n", "".join(overloads))
+
+
+def _function(text: str, name: str) -> tuple[str, str, str]:
+    """What stands before a function of the template, the function, and the rest."""
+    start = text.index(f"def {name}(<signature>)")
+    end = text.index("    <call>\n", start) + len("    <call>\n")
+    return text[:start], text[start:end], text[end:]
+
+
+# --- signatures ----------------------------------------------------------------------------------------------------
+
+
+def _keywords(op: OpDef) -> list[Argument]:
+    """The arguments that have a default, in the order of the signature."""
+    arguments: list[Argument] = [a for a in op.array_arguments if not a.required]
+    arguments += op.option_arguments
+    place = {name: i for i, name in enumerate(ORDER)}
+    return sorted(arguments, key=lambda a: place.get(a.name, len(ORDER)))
+
+
+def _required(op: OpDef) -> list[Argument]:
+    return [a for a in op.array_arguments if a.required]
+
+
+def _by_name(op: OpDef) -> dict[str, Argument]:
+    return {a.name: a for a in _required(op) + _keywords(op)}
+
+
+def _signature(op: OpDef) -> str:
+    lines = [f"{a.name}: Array," for a in _required(op)]
+    lines.append("*,")
+    for a in _keywords(op):
+        if isinstance(a, Option):
+            lines.append(f"{a.name}: {ANNOTATIONS[a.kind]} = {a.default!r},")
+        else:
+            lines.append(f"{a.name}: Array | None = None,")
+    lines += ["backend: str | None = None,", "**unknown: object,"]
+    return "\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _overload(op: OpDef, kind: str, result: str, changed: dict[str, str]) -> str:
+    lines = ["@overload", f"def {op.name}("]
+    lines += [f"    {a.name}: {kind}," for a in _required(op)] + ["    *,"]
+    for a in _keywords(op):
+        if isinstance(a, Option):
+            given = f"{ANNOTATIONS[a.kind]} = ..."
+        else:  # what lives on the host may be NumPy's beside arrays of any library
+            host = " | NDArray[Any]" if a.host and "NDArray" not in kind else ""
+            given = f"{kind}{host} | None = ..."
+        lines.append(f"    {a.name}: {changed.get(a.name, given)},")
+    return "\n".join([*lines, "    backend: str | None = ...,", f") -> {result}: ...", ""])
+
+
+# --- descriptions --------------------------------------------------------------------------------------------------
+
+
+def _documented(op: OpDef, relation: str, other: str) -> str:
+    """The lines under ``Args:``. ``unlike`` another op: what it describes otherwise; ``beyond``: besides what it
+    describes and every whole op has."""
+    known = _by_name(OPS[other]) if other else {}
+    lines: list[str] = []
+    names: list[str] = []
+    for a in _required(op) + _keywords(op):
+        names.append(a.name)
+        if a.doc:
+            if not (a.name in known and known[a.name].doc == a.doc and _left_out(a, relation)):
+                lines += _wrapped(f"{', '.join(names)}: {a.doc}")
+            names = []
+    if names:
+        raise ValueError(f"{op.name}: nothing describes {', '.join(names)}")
+    if not other:
+        lines += _wrapped("backend: force one backend; see :func:`kdacore.explain` for what each can serve.")
+    return "".join(f"        {line}\n" for line in lines)
+
+
+def _left_out(argument: Argument, relation: str) -> bool:
+    return relation == "unlike" or argument.feature is None or argument.feature in SEQUENCE_FEATURES
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """Lines of a description, the later ones indented; code is not broken."""
+    line, indent = "", ""
+    for word in re.findall(r"(?:``.*?``|\S)+", text):
+        if line.strip() and len(line) + 1 + len(word) > WIDTH - 8:
+            yield line
+            indent = "    "
+            line = indent + word
+        else:
+            line = f"{line} {word}" if line.strip() else indent + word
+    yield line
+
+
+# --- bodies --------------------------------------------------------------------------------------------------------
+
+
+def _body(op: OpDef) -> str:
+    arrays, options = _tuple(op.arrays), _tuple(op.options)
+    more = ", cp" if "cp" in op.options else ""
+    constant, called = CONSTANTS[op.name], CALLS[op.family]
+    call = f"    return {called}({constant}, {arrays}, {options}, backend{more})\n"
+    if len(call) > WIDTH:
+        parts = [constant, _tuple(op.arrays, True), _tuple(op.options, True), *f"backend{more}".split(", ")]
+        call = f"    return {called}(\n" + "".join(f"        {part},\n" for part in parts) + "    )\n"
+    return f'    if unknown:\n        raise _unknown_keywords("{op.name}", unknown)\n{call}'
+
+
+def _tuple(names: tuple[str, ...], lines: bool = False) -> str:
+    if lines:
+        return "(\n" + "".join(f"            {name},\n" for name in names) + "        )"
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def main() -> int:
+    for path, text in ((SOURCE, source()), (STUB, stub())):
+        if path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"written: {path.relative_to(HERE.parent)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

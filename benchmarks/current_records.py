@@ -40,12 +40,11 @@ def is_timed(row: Record) -> bool:
 
 def merged(record: Record | None, new: Record, preset: str) -> Record:
     """The record of a preset with the rows and figures that ``new`` has of it."""
-    runs = [] if record is None else list(record["runs"])
-    rows = [] if record is None else list(record["rows"])
-    figures = [] if record is None else list(record["figures"])
+    earlier = _runs_of(record, preset)
+    runs, rows, figures = list(earlier["runs"]), list(earlier["rows"]), list(earlier["figures"])
     number = len(runs)
-    runs.append({name: new[name] for name in OF_RUN if name in new})
     fresh = [{**row, "run": number} for row in new["rows"] if row["preset"] == preset]
+    runs.append(_run_of(new, with_rows=bool(fresh)))
     replaced = {key_of(row) for row in fresh if is_timed(row)}
     known = {key_of(row) for row in rows}
     rows = [row for row in rows if key_of(row) not in replaced]
@@ -56,6 +55,22 @@ def merged(record: Record | None, new: Record, preset: str) -> Record:
     return _renumbered(preset, runs, _by_case(preset, rows), figures)
 
 
+def _run_of(record: Record, with_rows: bool) -> Record:
+    return {name: record[name] for name in OF_RUN if name in record} | {"with_rows": with_rows}
+
+
+def _runs_of(record: Record | None, preset: str) -> Record:
+    """The runs of a record, their rows and figures: none, or one of a file as a benchmark writes it."""
+    if record is None:
+        return {"runs": [], "rows": [], "figures": []}
+    if "runs" in record:
+        return record
+    rows, figures = (
+        [{**x, "run": 0} for x in record[of] if x["preset"] == preset] for of in ("rows", "figures")
+    )
+    return {"runs": [_run_of(record, bool(rows))], "rows": rows, "figures": figures}
+
+
 def _by_case(preset: str, rows: list[Record]) -> list[Record]:
     """Rows of a case next to each other, cases in the order of the preset, others in that of their first rows."""
     names = [case.name for case in PRESETS.get(preset, ())] + [row["case"] for row in rows]
@@ -64,8 +79,10 @@ def _by_case(preset: str, rows: list[Record]) -> list[Record]:
 
 
 def _renumbered(preset: str, runs: list[Record], rows: list[Record], figures: list[Record]) -> Record:
-    """The record without the runs of which nothing is left."""
-    used = sorted({row["run"] for row in rows})
+    """The record without the runs of which nothing is left. Figures of a run that had rows say something of these, and
+    go with the last of them."""
+    alone = [f["run"] for f in figures if not runs[f["run"]].get("with_rows", True)]
+    used = sorted({*alone, *[row["run"] for row in rows]})
     place = {number: i for i, number in enumerate(used)}
     return {
         "schema": results.SCHEMA,
@@ -84,7 +101,7 @@ def update(path: Path, machine: str, folder: Path = RESULTS) -> list[Path]:
         OSError: it cannot be read, or a record cannot be written.
     """
     new, written = results.read(path), []
-    for preset in dict.fromkeys(row["preset"] for row in new["rows"]):
+    for preset in dict.fromkeys(x["preset"] for x in (*new["rows"], *new["figures"])):
         target = folder / machine / f"{preset}.json"
         before = results.read(target) if target.exists() else None
         results.write(target, merged(before, new, preset))

@@ -76,6 +76,20 @@ def test_a_run_of_which_nothing_is_left_goes() -> None:
     assert record["rows"][0]["run"] == 0
 
 
+def test_runs_of_figures_alone() -> None:
+    """They stay until a later run has a figure of the same name, in a file as a benchmark writes it too."""
+    record = current_records.merged(run("a", figures=("f", "g")), run("b", figures=("g",)), "p")
+    found = [(f["name"], record["runs"][f["run"]]["commit"]) for f in record["figures"]]
+    assert found == [("f", "a"), ("g", "b")]
+
+
+def test_a_file_of_figures_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({**run("a", figures=("f",)), "when": "", "presets": ["p"]}))
+    (written,) = current_records.update(path, "h200", tmp_path)
+    assert [f["name"] for f in json.loads(written.read_text())["figures"]] == ["f"]
+
+
 def test_contenders_that_end_in_a_number_are_different() -> None:
     record = merged(run("a", row("one", "clusters of 2", 1.0)), run("b", row("one", "clusters of 4", 2.0)))
     assert len(record["rows"]) == 2

@@ -40,18 +40,22 @@ def attempt(code: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseExcepti
     Returns:
         The answer and None, or None and what was raised.
     """
-    process = os.getpid()
+    forks = _forks
     try:
         answer = code(*arguments)
     except BaseException as error:
-        if os.getpid() != process:
+        if forks is not _forks:
             _end_child(error)
         if isinstance(error, KeyboardInterrupt):
             raise
         return None, error
-    if os.getpid() != process:
+    if forks is not _forks:
         _end_child(None)
     return answer, None
+
+
+_forks = object()
+"""Another object in every forked child: asking for the process's number takes as long as many a verifier."""
 
 
 def guarded(function: F) -> F:
@@ -102,7 +106,9 @@ _frames_of_parent: list[FrameType] = []
 """In a forked child: frames of ``guarded`` functions that were running in the parent, which must not be left here."""
 
 
-def _note_frames() -> None:
+def _in_child() -> None:
+    global _forks
+    _forks = object()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _guarded:
@@ -111,7 +117,7 @@ def _note_frames() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_note_frames)
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _end_child(error: BaseException | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -29,6 +29,8 @@ def lazy_function(package: str, module: str, function: str) -> Callable[..., Any
     def call(*args: Any) -> Any:
         if not found:
             found.append(getattr(import_module(f"{package}.{module}"), function))
+            if isinstance(found[0], FunctionType):
+                vars(call).update(vars(found[0]))  # what it declares of itself, as functools.wraps does
         return found[0](*args)
 
     call.__name__ = call.__qualname__ = function

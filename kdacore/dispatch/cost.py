@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kdacore.dispatch import cost_tables
-from kdacore.dispatch.cost_tables import Columns, Group, Variant
+from kdacore.dispatch.cost_tables import Columns, Group, Table, Variant
 from kdacore.ops import OPS
 from kdacore.types import Request
 
@@ -80,37 +81,81 @@ def tokens_of(request: Request) -> float:
 
 def predict(backend: str, request: Request) -> Prediction | None:
     """None where nothing similar was measured."""
-    table = cost_tables.in_use(request.device)
-    if table is None:
-        return None
-    own = group_of(request)
-    groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
-    for group in groups:
-        variants = table.times.get((backend, group))
-        if not variants:
-            continue
-        variant = variant_of(request)
-        found = _best(variants, variant, tokens_of(request), request.N * request.HV)
-        if found is not None:
-            seconds, how, measured = found
-            return Prediction(
-                seconds, f"{how}{_other(own, group, variant, measured)} ({table.device}; {table.source})"
+    return Predictor(backend).predict(request)
+
+
+class Predictor:
+    """Predicts times of a backend for calls that differ in lengths alone.
+
+    Args:
+        backend: its name.
+    """
+
+    __slots__ = ("_backend", "_measured", "_table")
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._table: Table | None = None
+        self._measured: tuple[_Measured, ...] = ()
+        """What was measured of calls like these, by group, the nearest variants first."""
+
+    def predict(self, request: Request) -> Prediction | None:
+        """None where nothing similar was measured."""
+        table = cost_tables.in_use(request.device)
+        if table is not self._table:
+            self._table, self._measured = (
+                table,
+                () if table is None else _measured(table, self._backend, request),
             )
-    return None
+        for ordered in self._measured:
+            found = _best(ordered, tokens_of(request), request.N * request.HV)
+            if found is not None:
+                seconds, how, from_calls = found
+                return Prediction(seconds, f"{how}{from_calls}")
+        return None
 
 
-def _best(
-    variants: Mapping[Variant, Columns], variant: Variant, tokens: float, items: int
-) -> tuple[float, str, Variant] | None:
-    """The nearest variant that was measured around the sizes, else the nearest that was measured near them."""
-    ordered = sorted(variants, key=lambda other: _difference(variant, other))
+class _Variant(NamedTuple):
+    """One measured variant of calls, as compared with those that are predicted."""
+
+    columns: Columns
+    said: str
+    """What of the measured calls is not as in these, and where they were measured."""
+
+
+_Measured = tuple[_Variant, ...]
+
+
+def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, ...]:
+    own, variant = group_of(request), variant_of(request)
+    groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
+    found = []
+    for group in groups:
+        variants = table.times.get((backend, group)) or {}
+        ordered = sorted(variants, key=lambda other: _difference(variant, other))
+        found.append(
+            tuple(
+                [
+                    _Variant(
+                        variants[other],
+                        f"{_other(own, group, variant, other)} ({table.device}; {table.source})",
+                    )
+                    for other in ordered
+                ]
+            )
+        )
+    return tuple(found)
+
+
+def _best(ordered: _Measured, tokens: float, items: int) -> tuple[float, str, str] | None:
+    """Seconds, how they were found and what from: of the nearest variant that was measured around the sizes, else the
+    nearest that was measured near them."""
     for reach in (1.0, REACH):
-        for other in ordered:
-            columns = variants[other]
+        for columns, said in ordered:
             if _covers(columns, tokens, items, reach):
                 exact = any(t == tokens for t, _ in columns.get(items, ()))
                 how = "measured" if exact else "interpolated" if reach == 1.0 else "extrapolated"
-                return _time(columns, tokens, items), how, other
+                return _time(columns, tokens, items), how, said
     return None
 
 

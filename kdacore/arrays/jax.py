@@ -18,7 +18,7 @@ from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Plan, Run
+    from kdacore.arrays.base import Extent, Plan, Run
 
 
 _PLAIN: set[type] = {type(None)}
@@ -123,6 +123,9 @@ class _JaxAdapter:
         return host.astype(np.float64) if host.dtype.kind not in "iub" else host
 
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return None
+
+    def extent(self, x: Any) -> Extent | None:
         return None
 
     def run(self, plan: Plan, inputs: Any) -> Any:

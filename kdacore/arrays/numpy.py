@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdacore.arrays.base import Extent, Memory
 from kdacore.ops import WRITABLE_ARGUMENTS, OpDef
 from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
@@ -85,6 +86,14 @@ class _NumpyAdapter:
 
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
         return (x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize) if x.size else None
+
+    def extent(self, x: Any) -> Extent | None:
+        if not x.size:
+            return None
+        if x.flags.c_contiguous:
+            address = x.__array_interface__["data"][0]
+            return Extent(address, address + x.nbytes, True)
+        return Extent(*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _run(plan, inputs)

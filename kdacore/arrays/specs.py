@@ -133,6 +133,9 @@ class _SpecAdapter:
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
         return None
 
+    def extent(self, x: Any) -> None:
+        return None
+
     def run(self, plan: Any, inputs: Any) -> Any:
         raise ContractError(plan.request.op, "q", "a ShapeDtype", "an array (specs are for explain only)")
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore import plugin_faults
-from kdacore.arrays import adapter_of, memory_of
+from kdacore.arrays import adapter_of, exact_memory, extent_of, memory_of
 from kdacore.errors import PluginError
 from kdacore.ops import OPS
 from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
 from kdacore.types import GateGrads, InputGrads, Outputs, Request
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Memory
+    from kdacore.arrays.base import Extent
 
 
 class Expected(NamedTuple):
@@ -189,23 +189,37 @@ def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) 
         inputs: the call's arrays, a named tuple.
         written: names of results that are an argument, which the call writes, to the argument's name.
     """
-    given = {name: memory for name in inputs._fields if (memory := memory_of(getattr(inputs, name)))}
-    before: dict[str, Memory] = {}
+    given = [
+        (name, x, extent)
+        for name, x in zip(inputs._fields, inputs, strict=True)
+        if (extent := extent_of(x)) is not None
+    ]
+    before: list[tuple[str, Any, Extent]] = []
     for name, x in named.items():
-        memory = memory_of(x)
-        if memory is None:
+        extent = extent_of(x)
+        if extent is None:
             continue
         argument = written.get(name)
         if argument is not None:
-            if memory != given.get(argument):
+            theirs = getattr(inputs, argument)
+            if x is not theirs and memory_of(x) != memory_of(theirs):
                 return f"{name}: got other memory than that of {argument!r}, which the call writes"
-        elif memory.overlaps_itself():
+        elif not extent.dense and exact_memory(x).overlaps_itself():
             return f"{name}: got memory that overlaps itself; wanted memory of its own for each element"
-        elif shared := next((other for other, theirs in given.items() if memory.overlaps(theirs)), None):
+        elif shared := _sharing(x, extent, given):
             return f"{name}: got memory of the argument {shared!r}; wanted memory of its own"
-        elif shared := next((other for other, theirs in before.items() if memory.overlaps(theirs)), None):
+        elif shared := _sharing(x, extent, before):
             return f"{name}: got memory of the {shared}; wanted memory of its own"
-        before[name] = memory
+        before.append((name, x, extent))
+    return ""
+
+
+def _sharing(x: Any, extent: Extent, others: list[tuple[str, Any, Extent]]) -> str:
+    """The name of the first of some arrays that shares a byte with one; empty when none does."""
+    first, end, _ = extent
+    for name, y, (start, stop, _) in others:
+        if start < end and first < stop and exact_memory(x).overlaps(exact_memory(y)):
+            return name
     return ""
 
 

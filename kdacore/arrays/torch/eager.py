@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kdacore import device as probes
-from kdacore.arrays.base import ADAPTERS
+from kdacore.arrays.base import ADAPTERS, Extent, Memory
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
 from kdacore.arrays.torch.tensor_views import PLAIN, problem_of, refuse_subclasses, resolve
@@ -138,6 +138,16 @@ class _TorchAdapter:
             return None
         size = x.element_size()
         return address, tuple(x.shape), tuple([size * s for s in x.stride()]), size
+
+    def extent(self, x: Any) -> Extent | None:
+        if x.layout is not torch.strided or is_wrapped(x):
+            return None
+        address = x.data_ptr()
+        if not address:
+            return None
+        if x.is_contiguous():
+            return Extent(address, address + x.nbytes, True)
+        return Extent(*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
     def fast_gradients(self, plan: Plan, request: Request, inputs: Any) -> FastCall | None:
         from kdacore.arrays.torch import fast_gradients  # here: as for autograd in _run

@@ -14,6 +14,9 @@ expression is true of arrays that validation and selection cannot tell from thes
 strides if they count (those of arrays that a call may write always count). None for arrays that must take the ordinary
 path."""
 
+FamilyTest = Callable[[dict[str, Any]], "tuple[str, dict[str, Any]] | None"]
+"""As :data:`ArrayTest`, of arrays that validation and selection can tell from these by their sizes alone: the numbers
+of their axes are the same, strides may be any."""
 
 FastGradientsOf = Callable[[Any, Request, Any], "FastCall | None"]
 """``fast_gradients(plan, request, inputs)``."""
@@ -81,6 +84,11 @@ class Adapter(Protocol):
     @property
     def array_test(self) -> ArrayTest | None:
         """The library's part of recognising a call that was made before; None where calls are not recognised."""
+        ...
+
+    @property
+    def family_test(self) -> FamilyTest | None:
+        """The same for calls that differ from it in lengths."""
         ...
 
     @property

@@ -38,6 +38,7 @@ class _JaxAdapter:
     immutable = True
     knows_grad = False
     array_test = None
+    family_test = None
     fast_path: Any = None
     fast_gradients = None
 

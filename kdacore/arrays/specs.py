@@ -72,6 +72,7 @@ class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
     array_test = None
+    family_test = None
     fast_path: Any = None
     fast_gradients = None
     knows_grad = True

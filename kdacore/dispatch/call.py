@@ -83,20 +83,25 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         for records in RECORDS.get():
             records.append(plan.selection)
         return seen.run(plan, inputs)
-    if adapter.immutable:  # JAX
-        inputs = arrays = adapter.unwrapped(inputs)
-    # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
-    by_operators = exporting = torch is not None and torch.compiler.is_compiling()
-    if not exporting:
-        by_operators, readable = adapter.admit(opdef, arrays, options)
-        if readable is not arrays:
-            inputs = _new_tuple(opdef.inputs, readable)
-            fast_path = None  # which would never recognise this call
-    if by_operators:
-        from kdacore.dispatch import torch_operators
+    found = None if fast_path is None else fast_path.plan_of(opdef.name, arrays, options, asked)
+    if found is not None:
+        plan, run = found
+    else:
+        if adapter.immutable:  # JAX
+            inputs = arrays = adapter.unwrapped(inputs)
+        # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
+        by_operators = exporting = torch is not None and torch.compiler.is_compiling()
+        if not exporting:
+            by_operators, readable = adapter.admit(opdef, arrays, options)
+            if readable is not arrays:
+                inputs = _new_tuple(opdef.inputs, readable)
+                fast_path = None  # which would never recognise this call
+        if by_operators:
+            from kdacore.dispatch import torch_operators
 
-        return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
-    plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
+            return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
+        plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
+        run = plan.run
     if plan.writes:  # calls recognised as this one have the same strides in what they write
         from kdacore.contract.aliasing import check_memory
 
@@ -105,11 +110,22 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         adapter.check_saved(plan.request, inputs)
     if fast_path is not None:
         fast_path.note(opdef.name, inputs, options, asked, plan)
-    elif plan.results_checked and adapter.array_test is not None and adapter.fast_path is None:
-        fast_path = _start_fast_path(adapter)
-        for _ in range(2):  # this call, and the one like it that came before there was a memory
-            fast_path.note(opdef.name, inputs, options, asked, plan)
-    return execute(plan, inputs, plan.run)
+        if found is None and not plan.results_checked:
+            fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, backend))
+    elif adapter.array_test is not None and adapter.fast_path is None:
+        if plan.results_checked:
+            fast_path = _start_fast_path(adapter)
+            for _ in range(2):  # this call, and the one like it that came before there was a memory
+                fast_path.note(opdef.name, inputs, options, asked, plan)
+        elif adapter in _called:
+            _start_fast_path(adapter)
+        else:  # a process that makes one call does without
+            _called.add(adapter)
+    return execute(plan, inputs, run)
+
+
+_called: set[Adapter] = set()
+"""Of the arrays of calls that were made before there was a memory of them."""
 
 
 def _start_fast_path(adapter: Adapter) -> FastPath:

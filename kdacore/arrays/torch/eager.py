@@ -14,7 +14,7 @@ import torch
 
 from kdacore import device as probes
 from kdacore.arrays.base import ADAPTERS, Extent, Memory
-from kdacore.arrays.torch.fast_path import tensor_test
+from kdacore.arrays.torch.fast_path import family_test, tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
 from kdacore.arrays.torch.tensor_views import PLAIN, problem_of, refuse_subclasses, resolve
 from kdacore.errors import ContractError
@@ -43,6 +43,7 @@ class _TorchAdapter:
 
     def __init__(self) -> None:
         self.array_test = tensor_test
+        self.family_test = family_test
         self.fast_path: Any = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:

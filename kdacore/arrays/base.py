@@ -191,6 +191,9 @@ class Extent(NamedTuple):
     """Known to be in the order of the elements, without gaps; otherwise they may have gaps, or overlap."""
 
 
+Outline = tuple[str, Any, Extent]
+"""An argument's name, its array, and where that lies."""
+
 _MOST_WORK: Any = 10_000
 """Steps the exact test may take; two layouts so entangled are taken for apart."""
 

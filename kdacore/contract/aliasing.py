@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdacore.arrays import Adapter, exact_memory, extent_of
-from kdacore.arrays.base import Extent
+from kdacore.arrays import Adapter, exact_memory, outlines
+from kdacore.arrays.base import Outline
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.types import Request
@@ -22,21 +22,25 @@ def written_arguments(request: Request) -> tuple[str, ...]:
     return ("out",) * request.has("out") + (request.written_pool,) * request.inplace_state
 
 
-def check_memory(request: Request, inputs: Any, adapter: Adapter) -> None:
-    """Raise :class:`ContractError` naming an array that is to be written and cannot be, or that overlaps itself or
-    another."""
+def check_memory(request: Request, inputs: Any, adapter: Adapter) -> list[Outline] | None:
+    """Check what a call writes.
+
+    Returns:
+        The outlines of all arrays; None where nothing is written.
+
+    Raises:
+        ContractError: naming an array that is to be written and cannot be, or that overlaps itself or another.
+    """
     written = written_arguments(request)
     if not written:
-        return
-    found: list[tuple[str, Any, Extent]] = []
-    for name, x in zip(OPS[request.op].arrays, inputs, strict=True):
-        if x is None:
-            continue
-        if name in written and (problem := adapter.unwritable(x)) is not None:
+        return None
+    arrays = OPS[request.op].inputs._make(inputs)  # type: ignore[attr-defined]
+    for name in sorted(written, key=arrays._fields.index):
+        x = getattr(arrays, name)
+        problem = None if x is None else adapter.unwritable(x)
+        if problem is not None:
             raise ContractError(request.op, name, *problem)
-        extent = extent_of(x)
-        if extent is not None:
-            found.append((name, x, extent))
+    found = outlines(arrays)
     targets = {name: (x, extent) for name, x, extent in found if name in written}
     for name in written:
         if name not in targets:
@@ -54,3 +58,4 @@ def check_memory(request: Request, inputs: Any, adapter: Adapter) -> None:
                 raise ContractError(
                     request.op, name, f"memory shared with '{other}'", "memory of its own: it is written"
                 )
+    return found

@@ -102,10 +102,11 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
             return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
         plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
         run = plan.run
+    outlines = None
     if plan.writes:  # calls recognised as this one have the same strides in what they write
         from kdacore.contract.aliasing import check_memory
 
-        check_memory(plan.request, inputs, adapter)
+        outlines = check_memory(plan.request, inputs, adapter)
     elif plan.request.needs_grad:
         adapter.check_saved(plan.request, inputs)
     if fast_path is not None:
@@ -121,7 +122,7 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
             _start_fast_path(adapter)
         else:  # a process that makes one call does without
             _called.add(adapter)
-    return execute(plan, inputs, run)
+    return execute(plan, inputs, run, outlines)
 
 
 _called: set[Adapter] = set()

@@ -115,10 +115,16 @@ class Predictor:
         return None
 
 
+Points = Sequence[tuple[float, float]]
+"""Tokens of a sequence and seconds, ascending."""
+
+
 class _Variant(NamedTuple):
     """One measured variant of calls, as compared with those that are predicted."""
 
     columns: Columns
+    counts: tuple[int, ...]
+    """The numbers of items that were measured, ascending."""
     said: str
     """What of the measured calls is not as in these, and where they were measured."""
 
@@ -138,6 +144,7 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
                 [
                     _Variant(
                         variants[other],
+                        tuple(variants[other]),
                         f"{_other(own, group, variant, other)} ({table.device}; {table.source})",
                     )
                     for other in ordered
@@ -151,11 +158,17 @@ def _best(ordered: _Measured, tokens: float, items: int) -> tuple[float, str, st
     """Seconds, how they were found and what from: of the nearest variant that was measured around the sizes, else the
     nearest that was measured near them."""
     for reach in (1.0, REACH):
-        for columns, said in ordered:
-            if _covers(columns, tokens, items, reach):
-                exact = any(t == tokens for t, _ in columns.get(items, ()))
+        for columns, counts, said in ordered:
+            low, high = _around(counts, items)
+            below, above = columns[low], columns[high]
+            if (
+                low / reach <= items <= high * reach
+                and _reaches(below, tokens, reach)
+                and _reaches(above, tokens, reach)
+            ):
+                exact = low == high == items and tokens in [t for t, _ in below]
                 how = "measured" if exact else "interpolated" if reach == 1.0 else "extrapolated"
-                return _time(columns, tokens, items), how, said
+                return _time(below, above, tokens, low, high, items), how, said
     return None
 
 
@@ -172,32 +185,26 @@ def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str
     return f" from calls with {', '.join(other)}" if other else ""
 
 
-def _around(columns: Columns, items: int) -> tuple[int, int]:
+def _around(counts: Sequence[int], items: int) -> tuple[int, int]:
     """The measured numbers of items below and above, the outermost one twice beyond it."""
-    counts = list(columns)
     i = bisect_left(counts, items)
-    if i < len(counts) and counts[i] == items:
-        return items, items
-    return counts[max(i - 1, 0)], counts[min(i, len(counts) - 1)]
+    if i == len(counts):
+        return counts[-1], counts[-1]
+    return (items, items) if counts[i] == items else (counts[max(i - 1, 0)], counts[i])
 
 
-def _covers(columns: Columns, tokens: float, items: int, reach: float) -> bool:
-    low, high = _around(columns, items)
-    return low / reach <= items <= high * reach and all(
-        columns[count][0][0] / reach <= tokens <= columns[count][-1][0] * reach for count in (low, high)
-    )
+def _reaches(sizes: Points, tokens: float, reach: float) -> bool:
+    return sizes[0][0] / reach <= tokens <= sizes[-1][0] * reach
 
 
-def _time(columns: Columns, tokens: float, items: int) -> float:
-    low, high = _around(columns, items)
-    below = _column(columns[low], tokens)
+def _time(below: Points, above: Points, tokens: float, low: int, high: int, items: int) -> float:
+    seconds = _column(below, tokens)
     if low == high:  # beyond the most items time grows with them; the fewest do not fill the device
-        return below * max(items / high, 1.0)
-    above = _column(columns[high], tokens)
-    return below + (above - below) * (items - low) / (high - low)
+        return seconds * max(items / high, 1.0)
+    return seconds + (_column(above, tokens) - seconds) * (items - low) / (high - low)
 
 
-def _column(points: Sequence[tuple[float, float]], tokens: float) -> float:
+def _column(points: Points, tokens: float) -> float:
     """Seconds at so many tokens; the first time for fewer, for more along the last two."""
     i = bisect_left(points, (tokens, 0.0))
     if i == 0:

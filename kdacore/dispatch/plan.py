@@ -16,6 +16,7 @@ from typing import Any
 
 from kdacore import config, contract, plugin_faults
 from kdacore.arrays import Adapter
+from kdacore.arrays.base import Outline
 from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
 from kdacore.ops import OPS, OpDef
@@ -359,15 +360,17 @@ def cached_plan(
     return found
 
 
-def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
-    """Run a plan: check the values that are read, record it, and go."""
+def execute(
+    plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any], given: list[Outline] | None = None
+) -> Any:
+    """Run a plan: check the values that are read, record it, and go. ``given``: outlines of the arrays, if known."""
     if plan.check is not None:
         plan.check(plan.request, inputs, plan.adapter)
     plan.record()
     if plan.results_checked:
         return run(plan, inputs)
     outputs = run(plan, inputs)
-    results.check_results(plan, inputs, outputs)
+    results.check_results(plan, inputs, outputs, given=given)
     plan.results_checked = True
     return outputs
 

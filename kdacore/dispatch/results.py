@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore import plugin_faults
-from kdacore.arrays import adapter_of, exact_memory, extent_of, memory_of
+from kdacore.arrays import adapter_of, exact_memory, extent_of, memory_of, outlines
 from kdacore.errors import PluginError
 from kdacore.ops import OPS
 from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
 from kdacore.types import GateGrads, InputGrads, Outputs, Request
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Extent
+    from kdacore.arrays.base import Extent, Outline
 
 
 class Expected(NamedTuple):
@@ -93,8 +93,21 @@ def _error(backend: str, text: str, request: Request) -> PluginError:
     return PluginError(f"backend {backend!r}: {text}{plugin_faults.may_have_written(_written(request))}")
 
 
-def check_results(plan: Any, inputs: Any, results: Any, function: str = "forward") -> None:
+def check_results(
+    plan: Any,
+    inputs: Any,
+    results: Any,
+    function: str = "forward",
+    given: list[Outline] | None = None,
+) -> None:
     """Check the results of a plan's forward.
+
+    Args:
+        plan: of the call.
+        inputs: its arrays.
+        results: what the function returned.
+        function: its name, for the error.
+        given: outlines of the arrays, where they are known.
 
     Raises:
         PluginError: naming the backend and the result.
@@ -108,7 +121,7 @@ def check_results(plan: Any, inputs: Any, results: Any, function: str = "forward
     written = {"o": "out"} if request.has("out") else {}
     if request.inplace_state:
         written["final_state"] = request.written_pool
-    _check_memory(plan, function, named, inputs, written)
+    _check_memory(plan, function, named, inputs, written, given)
 
 
 def check_fast_results(plan: Any, arrays: Any, results: Any, *, saves: bool = False) -> None:
@@ -172,15 +185,22 @@ def _check(plan: Any, function: str, name: str, x: Any, expected: Expected | Non
 
 
 def _check_memory(
-    plan: Any, function: str, named: dict[str, Any], inputs: Any, written: dict[str, str]
+    plan: Any,
+    function: str,
+    named: dict[str, Any],
+    inputs: Any,
+    written: dict[str, str],
+    given: list[Outline] | None = None,
 ) -> None:
     if plan.adapter.immutable:
         return
-    if problem := memory_problem(named, inputs, written):
+    if problem := memory_problem(named, inputs, written, given):
         raise _error(plan.backend.name, f"{function} of {plan.request.op}: {problem}", plan.request)
 
 
-def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) -> str:
+def memory_problem(
+    named: dict[str, Any], inputs: Any, written: dict[str, str], given: list[Outline] | None = None
+) -> str:
     """A result that has no memory of its own, in words: what a caller does to it would change an input, another result,
     or more elements than one. Empty when there is none.
 
@@ -188,13 +208,11 @@ def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) 
         named: results by name.
         inputs: the call's arrays, a named tuple.
         written: names of results that are an argument, which the call writes, to the argument's name.
+        given: the arrays' outlines, where they are known.
     """
-    given = [
-        (name, x, extent)
-        for name, x in zip(inputs._fields, inputs, strict=True)
-        if (extent := extent_of(x)) is not None
-    ]
-    before: list[tuple[str, Any, Extent]] = []
+    if given is None:
+        given = outlines(inputs)
+    before: list[Outline] = []
     for name, x in named.items():
         extent = extent_of(x)
         if extent is None:
@@ -214,7 +232,7 @@ def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) 
     return ""
 
 
-def _sharing(x: Any, extent: Extent, others: list[tuple[str, Any, Extent]]) -> str:
+def _sharing(x: Any, extent: Extent, others: list[Outline]) -> str:
     """The name of the first of some arrays that shares a byte with one; empty when none does."""
     first, end, _ = extent
     for name, y, (start, stop, _) in others:

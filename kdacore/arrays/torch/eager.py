@@ -34,6 +34,7 @@ _DTYPES = {
     torch.bool: "bool",
 }
 _grad_enabled = torch.is_grad_enabled
+_new_tuple: Any = tuple.__new__
 
 
 class _TorchAdapter:
@@ -141,13 +142,15 @@ class _TorchAdapter:
         return address, tuple(x.shape), tuple([size * s for s in x.stride()]), size
 
     def extent(self, x: Any) -> Extent | None:
-        if x.layout is not torch.strided or is_wrapped(x):
-            return None
-        address = x.data_ptr()
+        try:
+            address = x.data_ptr()
+        except RuntimeError:  # there is no address: another layout, or a tensor of a transform
+            memory = self.memory(x)
+            return None if memory is None else Extent(*Memory(*memory).bounds(), False)
         if not address:
             return None
         if x.is_contiguous():
-            return Extent(address, address + x.nbytes, True)
+            return _new_tuple(Extent, (address, address + x.nbytes, True))  # type: ignore[no-any-return]
         return Extent(*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
     def fast_gradients(self, plan: Plan, request: Request, inputs: Any) -> FastCall | None:

@@ -181,15 +181,9 @@ class Adapter(Protocol):
         ...
 
 
-class Extent(NamedTuple):
-    """Where an array's bytes lie, without its strides."""
-
-    first: int
-    end: int
-    """The byte after the last."""
-    dense: bool
-    """Known to be in the order of the elements, without gaps; otherwise they may have gaps, or overlap."""
-
+Extent = tuple[int, int, bool]
+"""Where an array's bytes lie: the first, the one after the last, and whether they are known to be in the order of the
+elements, without gaps; otherwise they may have gaps, or overlap."""
 
 Outline = tuple[str, Any, Extent]
 """An argument's name, its array, and where that lies."""

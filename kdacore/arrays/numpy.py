@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdacore.arrays.base import Extent, Memory
+from kdacore.arrays.base import Memory
 from kdacore.ops import WRITABLE_ARGUMENTS, OpDef
 from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Plan, Run
+    from kdacore.arrays.base import Extent, Plan, Run
 
 _CPU = Device("cpu")
 
@@ -95,8 +95,8 @@ class _NumpyAdapter:
             return None
         if x.flags.c_contiguous:
             address = x.__array_interface__["data"][0]
-            return Extent(address, address + x.nbytes, True)
-        return Extent(*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
+            return address, address + x.nbytes, True
+        return (*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _run(plan, inputs)

@@ -34,8 +34,8 @@ def check_memory(request: Request, inputs: Any, adapter: Adapter) -> list[Outlin
     written = written_arguments(request)
     if not written:
         return None
-    arrays = OPS[request.op].inputs._make(inputs)  # type: ignore[attr-defined]
-    for name in sorted(written, key=arrays._fields.index):
+    arrays = inputs if hasattr(inputs, "_fields") else OPS[request.op].inputs._make(inputs)  # type: ignore[attr-defined]
+    for name in written if len(written) < 2 else sorted(written, key=arrays._fields.index):
         x = getattr(arrays, name)
         problem = None if x is None else adapter.unwritable(x)
         if problem is not None:

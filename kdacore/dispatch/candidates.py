@@ -7,6 +7,7 @@ lengths alone, and most of what is asked does not depend on those: a :class:`Jud
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from kdacore.types import Candidate, OpImpl, Reason, Request, Verifier
 from kdacore.verifiers import reads_no_lengths
 
 if TYPE_CHECKING:
-    from kdacore.dispatch.cost import Prediction, Predictor
+    from kdacore.dispatch.cost import Prediction
 
 PORTABLE = "*"
 
@@ -37,11 +38,12 @@ class Judge:
         "_checks",
         "_general",
         "_lacking",
-        "_predictor",
+        "_predict",
         "_verified",
         "impl",
         "lasts",
         "registered",
+        "tested",
     )
 
     def __init__(self, registered: Registered, request: Request, assumed: bool = False) -> None:
@@ -58,12 +60,14 @@ class Judge:
         """Whether it may answer for further calls. A probe that failed is asked again."""
         self._general = _general_reasons(registered, request, impl, gone)
         archs = frozenset[str]() if impl is None else impl.verified_archs
+        self.tested = bool(request.device.arch) and request.device.arch in archs
+        """Whether the op has been tested on the device's architecture."""
         self._verified = PORTABLE in archs or request.device.arch in archs
         self._always: Candidate | None = None
         """The answer to every call of the family, where none of it depends on lengths."""
         self._checks: tuple[Reason | Verifier, ...] | None = None
         """The verifiers that are asked at every call, and the reasons of the others. None before the first call."""
-        self._predictor: Predictor | None = None
+        self._predict: Callable[[Request], Prediction | None] | None = None
         # Verifiers are asked about arrays and devices of the backend's own only.
         if impl is None:
             self._always = Candidate(backend.name, tuple(self._general), None, backend.rank, False)
@@ -119,32 +123,37 @@ class Judge:
 
     def with_cost(self, candidate: Candidate, request: Request) -> Candidate:
         """The answer to a call that the backend can serve, with its predicted cost."""
-        found = self._cost(request)
+        if self._predict is None:
+            self._predict = self._predictor()
+        found = self._predict(request)
         if found is None:
             return candidate
         c = candidate
-        return Candidate(
-            c.backend, c.reasons, found.seconds, c.rank, c.verified, c.lacking, cost_source=found.source
-        )
+        return Candidate(c.backend, c.reasons, found[0], c.rank, c.verified, c.lacking, found[1])
 
-    def _cost(self, request: Request) -> Prediction | None:
+    def _predictor(self) -> Callable[[Request], Prediction | None]:
         from kdacore.dispatch import cost  # not with `import kdacore`
 
-        name = self.registered.backend.name
-        own = self.impl.cost  # type: ignore[union-attr]
+        name, own = self.registered.backend.name, None if self.impl is None else self.impl.cost
         if own is None:
-            if self._predictor is None:
-                self._predictor = cost.Predictor(name)
-            return self._predictor.predict(request)
-        seconds, error = plugin_faults.attempt(own, request)
-        if error is None and not cost.is_cost(seconds):
-            error = ValueError(
-                f"a cost is seconds, a finite number of 0 or more, or None; got {plugin_faults.shown(seconds)}"
-            )
-        if error is not None:  # a backend of unknown speed is still a backend
-            plugin_faults.report(f"backend {name}", f"cost of {request.op}", error)
-            return None
-        return None if seconds is None else cost.Prediction(float(seconds), "estimated by the backend itself")
+            return cost.Predictor(name).predict
+
+        def estimate(request: Request) -> Prediction | None:
+            seconds, error = plugin_faults.attempt(own, request)
+            if error is None and not cost.is_cost(seconds):
+                error = ValueError(
+                    "a cost is seconds, a finite number of 0 or more, or None; "
+                    f"got {plugin_faults.shown(seconds)}"
+                )
+            if error is not None:  # a backend of unknown speed is still a backend
+                plugin_faults.report(f"backend {name}", f"cost of {request.op}", error)
+                return None
+            return None if seconds is None else cost.Prediction(float(seconds), _OWN_ESTIMATE)
+
+        return estimate
+
+
+_OWN_ESTIMATE = "estimated by the backend itself"
 
 
 def judge(registered: Registered, request: Request, assumed: bool = False) -> Candidate:

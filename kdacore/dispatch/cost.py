@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kdacore.dispatch import cost_tables
@@ -28,8 +27,7 @@ _WEIGHTS = {"gate": 8, "v_first": 8, "state": 4, "packed": 4, "g": 2, "initial_s
 """What a difference between variants counts, where a call's own was not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Seconds, and where they come from."""
 
     seconds: float

@@ -222,7 +222,7 @@ def memory_problem(
             theirs = getattr(inputs, argument)
             if x is not theirs and memory_of(x) != memory_of(theirs):
                 return f"{name}: got other memory than that of {argument!r}, which the call writes"
-        elif not extent.dense and exact_memory(x).overlaps_itself():
+        elif not extent[2] and exact_memory(x).overlaps_itself():
             return f"{name}: got memory that overlaps itself; wanted memory of its own for each element"
         elif shared := _sharing(x, extent, given):
             return f"{name}: got memory of the argument {shared!r}; wanted memory of its own"

@@ -190,17 +190,23 @@ class Family:
     def _in_order(self, request: Request, able: list[Candidate]) -> list[tuple[Candidate, str]]:
         """Backends whose cost is known first, by cost; the others follow by rank."""
         by_rank = sorted(able, key=_falling_rank)
-        priced = sorted([c for c in by_rank if c.cost is not None], key=_cost_of)
+        priced = [c for c in by_rank if c.cost is not None]
+        priced.sort(key=_cost_of)
         why = "lowest cost" if len(priced) > 1 else "the only one of known cost"
         order = [(c, why) for c in priced]
         if len(priced) == len(able):
             return order
         # Where some backend has been tested on this architecture: those neither tested there nor of known speed.
-        arch = request.device.arch
-        tested = [c for c in able if arch and arch in self._judges[c.backend].impl.verified_archs]  # type: ignore[union-attr]
-        unproven = [c for c in by_rank if tested and c.cost is None and c not in tested]
-        highest = f"highest rank of those tested on {arch}" if unproven else "highest rank"
-        order += [(c, highest) for c in by_rank if c.cost is None and c not in unproven]
+        judges = self._judges
+        tested = [c.backend for c in able if judges[c.backend].tested]
+        others = [c for c in by_rank if c.cost is None]
+        unproven = [c for c in others if c.backend not in tested] if tested else []
+        highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
+        order += (
+            [(c, highest) for c in others if c not in unproven]
+            if unproven
+            else [(c, highest) for c in others]
+        )
         return order + [(c, highest) for c in unproven]
 
     def select(self, request: Request, lengths: Hashable, *, warn: bool = True) -> Selection:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kdacore import device as probes
-from kdacore.arrays.base import ADAPTERS, Extent, Memory
+from kdacore.arrays.base import ADAPTERS, Memory
 from kdacore.arrays.torch.fast_path import family_test, tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
 from kdacore.arrays.torch.tensor_views import PLAIN, problem_of, refuse_subclasses, resolve
@@ -22,7 +22,7 @@ from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Device, FastCall, GateInputs, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Plan, Run
+    from kdacore.arrays.base import Extent, Plan, Run
 
 _DTYPES = {
     torch.float32: "float32",
@@ -34,7 +34,6 @@ _DTYPES = {
     torch.bool: "bool",
 }
 _grad_enabled = torch.is_grad_enabled
-_new_tuple: Any = tuple.__new__
 
 
 class _TorchAdapter:
@@ -146,12 +145,12 @@ class _TorchAdapter:
             address = x.data_ptr()
         except RuntimeError:  # there is no address: another layout, or a tensor of a transform
             memory = self.memory(x)
-            return None if memory is None else Extent(*Memory(*memory).bounds(), False)
+            return None if memory is None else (*Memory(*memory).bounds(), False)
         if not address:
             return None
         if x.is_contiguous():
-            return _new_tuple(Extent, (address, address + x.nbytes, True))  # type: ignore[no-any-return]
-        return Extent(*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
+            return address, address + x.nbytes, True
+        return (*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
     def fast_gradients(self, plan: Plan, request: Request, inputs: Any) -> FastCall | None:
         from kdacore.arrays.torch import fast_gradients  # here: as for autograd in _run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -52,6 +52,38 @@ def attempt(code: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseExcepti
     if forks is not _forks:
         _end_child(None)
     return answer, None
+
+
+def first_answer(
+    codes: Sequence[Callable[[Any], Any]], start: int, argument: Any
+) -> tuple[int, Any, BaseException | None]:
+    """Call functions of a plugin in turn, as :func:`attempt` does, up to the first that answers or raises something.
+
+    Args:
+        codes: the functions.
+        start: the number of the first that is called.
+        argument: of all of them.
+
+    Returns:
+        The number of the function, what it answered and what it raised; ``len(codes)`` where all answered None.
+    """
+    forks, i, answer = _forks, start, None
+    try:
+        for i in range(start, len(codes)):
+            answer = codes[i](argument)
+            if answer is not None or forks is not _forks:
+                break
+        else:
+            i = len(codes)
+    except BaseException as error:
+        if forks is not _forks:
+            _end_child(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return i, None, error
+    if forks is not _forks:
+        _end_child(None)
+    return i, answer, None
 
 
 _forks = object()

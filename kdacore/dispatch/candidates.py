@@ -34,11 +34,14 @@ class Judge:
     """
 
     __slots__ = (
+        "_able",
         "_always",
         "_checks",
         "_general",
         "_lacking",
+        "_places",
         "_predict",
+        "_reasons",
         "_verified",
         "impl",
         "lasts",
@@ -65,8 +68,14 @@ class Judge:
         self._verified = PORTABLE in archs or request.device.arch in archs
         self._always: Candidate | None = None
         """The answer to every call of the family, where none of it depends on lengths."""
-        self._checks: tuple[Reason | Verifier, ...] | None = None
-        """The verifiers that are asked at every call, and the reasons of the others. None before the first call."""
+        self._checks: tuple[Verifier, ...] | None = None
+        """The verifiers that are asked at every call. None before the first call."""
+        self._places: tuple[int, ...] = ()
+        """Theirs among all verifiers."""
+        self._reasons: tuple[tuple[int, Reason], ...] = ()
+        """The reasons of the other verifiers, with their places."""
+        self._able: Candidate | None = None
+        """The answer where no verifier objects, made at the first such call."""
         self._predict: Callable[[Request], Prediction | None] | None = None
         # Verifiers are asked about arrays and devices of the backend's own only.
         if impl is None:
@@ -91,33 +100,43 @@ class Judge:
             return self._candidate(tuple(self._general))
         if self._checks is None:
             return self._first(request)
-        reasons = self._general.copy()
-        for check in self._checks:
-            if check.__class__ is Reason:
-                reasons.append(check)
-                continue
-            answer, error = plugin_faults.attempt(check, request)  # type: ignore[arg-type]
-            if answer is not None or error is not None:
-                usable = _usable(answer)
-                reasons.append(usable or _fault(self.registered, check, answer, error))  # type: ignore[arg-type]
-        return self._candidate(tuple(reasons))
+        i, answer, error = plugin_faults.first_answer(self._checks, 0, request)
+        if i == len(self._checks) and not self._reasons:
+            if self._able is None:
+                self._able = self._candidate(tuple(self._general))
+            return self._able
+        found = list(self._reasons)
+        while i < len(self._checks):
+            verifier = self._checks[i]
+            found.append(
+                (self._places[i], _usable(answer) or _fault(self.registered, verifier, answer, error))
+            )
+            i, answer, error = plugin_faults.first_answer(self._checks, i + 1, request)
+        found.sort(key=_place)
+        return self._candidate((*self._general, *[reason for _, reason in found]))
 
     def _first(self, request: Request) -> Candidate:
         """The answer to the first call of the family, after which it is known which verifiers read lengths."""
-        reasons = self._general.copy()
-        checks: list[Reason | Verifier] = []
-        for verifier in [] if self.impl is None else self.impl.verifiers:
+        reasons: list[Reason] = []
+        always: list[tuple[int, Reason]] = []
+        checks: list[tuple[int, Verifier]] = []
+        for place, verifier in enumerate([] if self.impl is None else self.impl.verifiers):
             answer, error = plugin_faults.attempt(verifier, request)
             usable = _usable(answer)
-            if answer is not None or error is not None:
-                reasons.append(usable or _fault(self.registered, verifier, answer, error))
-            if error is not None or (answer is not None and usable is None) or not _is_marked(verifier):
-                checks.append(verifier)
+            faulty = usable is None and (answer is not None or error is not None)
+            if faulty:
+                reasons.append(_fault(self.registered, verifier, answer, error))
             elif usable is not None:
-                checks.append(usable)
-        self._checks = tuple(checks)
-        candidate = self._candidate(tuple(reasons))
-        if all(isinstance(check, Reason) for check in checks):
+                reasons.append(usable)
+            if faulty or not _is_marked(verifier):
+                checks.append((place, verifier))
+            elif usable is not None:
+                always.append((place, usable))
+        self._reasons = tuple(always)
+        self._places = tuple([place for place, _ in checks])
+        self._checks = tuple([verifier for _, verifier in checks])
+        candidate = self._candidate((*self._general, *reasons))
+        if not checks:
             self._always = candidate
         return candidate
 
@@ -175,6 +194,10 @@ def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Can
             for c in candidates
         ]
     )
+
+
+def _place(found: tuple[int, Reason]) -> int:
+    return found[0]
 
 
 def _is_marked(verifier: Verifier) -> bool:

@@ -113,11 +113,14 @@ def check_results(
         PluginError: naming the backend and the result.
     """
     request: Request = plan.request
+    if isinstance(results, Outputs):
+        named = {"o": results[0], "final_state": results[1], "checkpoints": results[2]}
+    else:
+        named = results._asdict() if hasattr(results, "_asdict") else {_SINGLE[request.op]: results}
     expected = {e.name: e for e in expected_results(request, inputs)}
-    named = results._asdict() if hasattr(results, "_asdict") else {_SINGLE[request.op]: results}
-    named.pop("saved", None)
     for name, x in named.items():
-        _check(plan, function, name, x, expected.get(name))
+        if x is not None or name in expected:
+            _check(plan, function, name, x, expected.get(name))
     written = {"o": "out"} if request.has("out") else {}
     if request.inplace_state:
         written["final_state"] = request.written_pool
@@ -256,8 +259,8 @@ def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
     if spec.dtype not in expected.dtypes:
         return f"got dtype {spec.dtype}; wanted {' or '.join(expected.dtypes)}"
     # JAX may spread a result over several devices, of which one is compared.
-    if adapter.placed(x) and request.kind != "jax" and adapter.device(x) != request.device:
-        return f"got an array on {adapter.device(x)}; wanted one on {request.device}"
+    if request.kind != "jax" and adapter.placed(x) and (where := adapter.device(x)) != request.device:
+        return f"got an array on {where}; wanted one on {request.device}"
     return ""
 
 

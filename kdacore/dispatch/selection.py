@@ -237,7 +237,8 @@ class Family:
             _forget()
             self._generation, self._selections = _generation, {}
         if self._generation is _generation:
-            _cache[self._key] = self
+            if not self._selections:
+                _cache[self._key] = self
             self._selections[lengths] = found
             _count += 1
         for _ in REGISTRY.ask_each("kdacore_selected", request=request, selection=found):

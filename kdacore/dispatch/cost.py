@@ -89,27 +89,26 @@ class Predictor:
         backend: its name.
     """
 
-    __slots__ = ("_backend", "_measured", "_table")
+    __slots__ = ("_backend", "_generation", "_measured")
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._table: Table | None = None
+        self._generation: object = None
         self._measured: tuple[_Measured, ...] = ()
         """What was measured of calls like these, by group, the nearest variants first."""
 
     def predict(self, request: Request) -> Prediction | None:
         """None where nothing similar was measured."""
-        table = cost_tables.in_use(request.device)
-        if table is not self._table:
-            self._table, self._measured = (
-                table,
-                () if table is None else _measured(table, self._backend, request),
-            )
+        # Only torch knows the names of devices, and with JAX's arrays it may be imported at any time.
+        if self._generation is not cost_tables.generation or request.kind == "jax":
+            self._generation = cost_tables.generation
+            table = cost_tables.in_use(request.device)
+            self._measured = () if table is None else _measured(table, self._backend, request)
         for ordered in self._measured:
-            found = _best(ordered, tokens_of(request), request.N * request.HV)
+            found = _best(ordered, request.B * request.T / request.N, request.N * request.HV)
             if found is not None:
-                seconds, how, from_calls = found
-                return Prediction(seconds, f"{how}{from_calls}")
+                seconds, how, said = found
+                return Prediction(seconds, how + said)
         return None
 
 
@@ -135,7 +134,9 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
     groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
     found = []
     for group in groups:
-        variants = table.times.get((backend, group)) or {}
+        variants = table.times.get((backend, group))
+        if not variants:
+            continue
         ordered = sorted(variants, key=lambda other: _difference(variant, other))
         found.append(
             tuple(

@@ -90,12 +90,14 @@ class Family:
 
     __slots__ = (
         "_assumed",
-        "_auto",
+        "_by_rank",
+        "_chooses",
         "_generation",
         "_judges",
         "_key",
         "_registered",
         "_selections",
+        "_tells",
         "policy",
     )
 
@@ -106,7 +108,14 @@ class Family:
         self._assumed = assumed
         self._registered = REGISTRY.backends()
         self._judges: dict[str, Judge] = {}
-        self._auto = frozenset([name for name in self._registered if auto_may_choose(name, request)])
+        names = list(self._registered)
+        eligible = [i for i, name in enumerate(names) if auto_may_choose(name, request)]
+        eligible.sort(key=lambda i: -self._registered[names[i]].backend.rank)
+        self._by_rank = tuple(eligible)
+        """The places of the backends that may be chosen though nobody asked for them, by falling rank."""
+        hooks = REGISTRY.hooks()
+        self._chooses = bool(hooks.kdacore_choose.get_hookimpls())
+        self._tells = bool(hooks.kdacore_selected.get_hookimpls())
         self._key = key
         self._generation = _generation
         self._selections: dict[Hashable, Selection] = {}
@@ -131,26 +140,22 @@ class Family:
 
     def decide(self, request: Request, run_selfchecks: bool) -> Selection:
         """See :func:`decide`."""
-        policy, auto = self.policy, self._auto
+        policy, by_rank = self.policy, self._by_rank
         candidates = self.candidates(request)
         if policy.forced:
             return _forced(request, policy, candidates)
-        able = [c for c in candidates if not c.reasons]
-        eligible = [c for c in able if c.backend in auto]
+        eligible = [c for i in by_rank if not (c := candidates[i]).reasons]
         if len(eligible) > 1 or not run_selfchecks:  # a call that leaves no choice needs no costs
             candidates = self.with_costs(request, candidates)
-            able = [c for c in candidates if not c.reasons]
-            eligible = [c for c in able if c.backend in auto]
+            eligible = [c for i in by_rank if not (c := candidates[i]).reasons]
         if policy.preferred:
-            names = [c.backend for c in able]
+            able = [c.backend for c in candidates if not c.reasons]
             for name in policy.preferred:
-                if name in names:
+                if name in able:
                     return Selection(request, name, f"preferred by {policy.source}", candidates)
-        for chosen, why in self._ranked(request, eligible):
+        for chosen, why in self._ranked(request, eligible, candidates):
             if not chosen.verified:
-                from kdacore.selfcheck import (
-                    check as selfcheck,
-                )  # here and below: `import kdacore` stays light
+                from kdacore.selfcheck import check as selfcheck  # `import kdacore` stays light
 
                 problem = selfcheck.problem(REGISTRY.get(chosen.backend), request, run=run_selfchecks)
                 if problem is not None:
@@ -163,13 +168,19 @@ class Family:
             return Selection(request, chosen.backend, why, candidates)
         return Selection(request, "", "no backend can serve this call", candidates)
 
-    def _ranked(self, request: Request, able: list[Candidate]) -> list[tuple[Candidate, str]]:
+    def _ranked(
+        self, request: Request, by_rank: list[Candidate], candidates: tuple[Candidate, ...]
+    ) -> list[tuple[Candidate, str]]:
         """Capable backends, best first, each with the reason for its place."""
-        if not able:
-            return []
-        answers = REGISTRY.ask_each("kdacore_choose", request=request, candidates=tuple(able))
+        if len(by_rank) > 1:
+            order = self._in_order(request, by_rank)
+        else:
+            order = [(c, "the only one that can") for c in by_rank]
+        if not self._chooses or not by_rank:
+            return order
+        able = tuple([c for c in candidates if c in by_rank])
+        answers = REGISTRY.ask_each("kdacore_choose", request=request, candidates=able)
         named = next((answer for answer in answers if answer is not None), None)
-        order = [(able[0], "the only one that can")] if len(able) == 1 else self._in_order(request, able)
         if named is None:
             return order
         # A str first: other objects may compare equal to anything.
@@ -187,27 +198,22 @@ class Family:
             *[o for o in order if o[0] is not chosen[0]],
         ]
 
-    def _in_order(self, request: Request, able: list[Candidate]) -> list[tuple[Candidate, str]]:
+    def _in_order(self, request: Request, by_rank: list[Candidate]) -> list[tuple[Candidate, str]]:
         """Backends whose cost is known first, by cost; the others follow by rank."""
-        by_rank = sorted(able, key=_falling_rank)
         priced = [c for c in by_rank if c.cost is not None]
         priced.sort(key=_cost_of)
         why = "lowest cost" if len(priced) > 1 else "the only one of known cost"
         order = [(c, why) for c in priced]
-        if len(priced) == len(able):
+        if len(priced) == len(by_rank):
             return order
         # Where some backend has been tested on this architecture: those neither tested there nor of known speed.
-        judges = self._judges
-        tested = [c.backend for c in able if judges[c.backend].tested]
-        others = [c for c in by_rank if c.cost is None]
-        unproven = [c for c in others if c.backend not in tested] if tested else []
+        judges, others = self._judges, [c for c in by_rank if c.cost is None]
+        tested = [c for c in by_rank if judges[c.backend].tested]
+        unproven = [c for c in others if not judges[c.backend].tested] if tested else []
         highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
-        order += (
-            [(c, highest) for c in others if c not in unproven]
-            if unproven
-            else [(c, highest) for c in others]
-        )
-        return order + [(c, highest) for c in unproven]
+        if unproven:
+            others = [*[c for c in others if judges[c.backend].tested], *unproven]
+        return order + [(c, highest) for c in others]
 
     def select(self, request: Request, lengths: Hashable, *, warn: bool = True) -> Selection:
         """See :func:`select`. ``lengths``: of the request."""
@@ -241,8 +247,9 @@ class Family:
                 _cache[self._key] = self
             self._selections[lengths] = found
             _count += 1
-        for _ in REGISTRY.ask_each("kdacore_selected", request=request, selection=found):
-            pass
+        if self._tells:
+            for _ in REGISTRY.ask_each("kdacore_selected", request=request, selection=found):
+                pass
         _warn_if_slow(found)
         return found
 
@@ -279,10 +286,6 @@ def auto_may_choose(name: str, request: Request) -> bool:
     backend = REGISTRY.get(name).backend
     kinds, devices = backend.auto_kinds, backend.auto_device_types
     return (kinds is None or request.kind in kinds) and (devices is None or request.device.type in devices)
-
-
-def _falling_rank(candidate: Candidate) -> int:
-    return -candidate.rank
 
 
 def _cost_of(candidate: Candidate) -> float:

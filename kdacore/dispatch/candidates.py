@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdacore import plugin_faults
 from kdacore.errors import list_names
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kdacore.dispatch.cost import Prediction
 
 PORTABLE = "*"
+_new: Any = tuple.__new__
 
 
 class Judge:
@@ -148,7 +149,9 @@ class Judge:
         if found is None:
             return candidate
         c = candidate
-        return Candidate(c.backend, c.reasons, found[0], c.rank, c.verified, c.lacking, found[1])
+        fields = c.backend, c.reasons, found.seconds, c.rank, c.verified, c.lacking, found.source
+        priced: Candidate = _new(Candidate, fields)
+        return priced
 
     def _predictor(self) -> Callable[[Request], Prediction | None]:
         from kdacore.dispatch import cost  # not with `import kdacore`

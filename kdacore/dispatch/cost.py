@@ -107,8 +107,7 @@ class Predictor:
         for ordered in self._measured:
             found = _best(ordered, request.B * request.T / request.N, request.N * request.HV)
             if found is not None:
-                seconds, how, said = found
-                return Prediction(seconds, how + said)
+                return found
         return None
 
 
@@ -153,21 +152,28 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
     return tuple(found)
 
 
-def _best(ordered: _Measured, tokens: float, items: int) -> tuple[float, str, str] | None:
-    """Seconds, how they were found and what from: of the nearest variant that was measured around the sizes, else the
-    nearest that was measured near them."""
+def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
+    """From the nearest variant that was measured around the sizes, else the nearest that was measured near them."""
     for reach in (1.0, REACH):
         for columns, counts, said in ordered:
-            low, high = _around(counts, items)
+            # The measured numbers of items below and above, the outermost one twice beyond it.
+            i = bisect_left(counts, items)
+            high = counts[i] if i < len(counts) else counts[-1]
+            low = high if high == items or i in (0, len(counts)) else counts[i - 1]
+            if not low / reach <= items <= high * reach:
+                continue
             below, above = columns[low], columns[high]
-            if (
-                low / reach <= items <= high * reach
-                and _reaches(below, tokens, reach)
-                and _reaches(above, tokens, reach)
-            ):
+            if _reaches(below, tokens, reach) and _reaches(above, tokens, reach):
+                seconds = _column(below, tokens)
+                if (
+                    low == high
+                ):  # beyond the most items time grows with them; the fewest do not fill the device
+                    seconds *= max(items / high, 1.0)
+                else:
+                    seconds += (_column(above, tokens) - seconds) * (items - low) / (high - low)
                 exact = low == high == items and tokens in [t for t, _ in below]
                 how = "measured" if exact else "interpolated" if reach == 1.0 else "extrapolated"
-                return _time(below, above, tokens, low, high, items), how, said
+                return Prediction(seconds, how + said)
     return None
 
 
@@ -184,23 +190,8 @@ def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str
     return f" from calls with {', '.join(other)}" if other else ""
 
 
-def _around(counts: Sequence[int], items: int) -> tuple[int, int]:
-    """The measured numbers of items below and above, the outermost one twice beyond it."""
-    i = bisect_left(counts, items)
-    if i == len(counts):
-        return counts[-1], counts[-1]
-    return (items, items) if counts[i] == items else (counts[max(i - 1, 0)], counts[i])
-
-
 def _reaches(sizes: Points, tokens: float, reach: float) -> bool:
     return sizes[0][0] / reach <= tokens <= sizes[-1][0] * reach
-
-
-def _time(below: Points, above: Points, tokens: float, low: int, high: int, items: int) -> float:
-    seconds = _column(below, tokens)
-    if low == high:  # beyond the most items time grows with them; the fewest do not fill the device
-        return seconds * max(items / high, 1.0)
-    return seconds + (_column(above, tokens) - seconds) * (items - low) / (high - low)
 
 
 def _column(points: Points, tokens: float) -> float:

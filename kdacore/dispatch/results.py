@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore import plugin_faults
 from kdacore.arrays import adapter_of, exact_memory, extent_of, memory_of, outlines
+from kdacore.arrays.base import ADAPTERS
 from kdacore.errors import PluginError
 from kdacore.ops import OPS
 from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
@@ -250,7 +251,7 @@ def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
         return "" if x is None else "returned, but the call did not ask for it"
     if x is None:
         return "the call asks for it, and it is None"
-    adapter = adapter_of(x)
+    adapter = ADAPTERS.get(type(x)) or adapter_of(x)
     if adapter is None or adapter.kind != request.kind:
         return f"got {type(x).__module__}.{type(x).__qualname__}; wanted a {request.kind} array"
     spec = adapter.spec(x)
@@ -259,7 +260,10 @@ def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
     if spec.dtype not in expected.dtypes:
         return f"got dtype {spec.dtype}; wanted {' or '.join(expected.dtypes)}"
     # JAX may spread a result over several devices, of which one is compared.
-    if request.kind != "jax" and adapter.placed(x) and (where := adapter.device(x)) != request.device:
+    if request.kind == "jax" or not adapter.placed(x):
+        return ""
+    where = adapter.device(x)
+    if where is not request.device and where != request.device:
         return f"got an array on {where}; wanted one on {request.device}"
     return ""
 

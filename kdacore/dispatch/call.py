@@ -119,7 +119,8 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
             for _ in range(2):  # this call, and the one like it that came before there was a memory
                 fast_path.note(opdef.name, inputs, options, asked, plan)
         elif adapter in _called:
-            _start_fast_path(adapter)
+            fast_path = _start_fast_path(adapter)
+            fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, backend))
         else:  # a process that makes one call does without
             _called.add(adapter)
     return execute(plan, inputs, run, outlines)

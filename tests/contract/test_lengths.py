@@ -14,7 +14,7 @@ from kdacore.calls.requests import request_of, request_with
 from kdacore.contract.lengths import RequestsLike, family_of, has_families, lengths_of
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
-from kdacore.ops.shapes import LENGTH_AXES
+from kdacore.ops.shapes import LENGTH_AXES, SHAPES
 from kdacore.testing.random_cases import random_case
 from kdacore.types import Request
 
@@ -117,6 +117,28 @@ def test_each_axis_alone() -> None:
                         if made is not None:
                             replaced = dataclasses.replace(given[changed], shape=tuple(shapes[i]))
                             assert made == request_with(op, {**given, changed: replaced})
+
+
+@pytest.mark.parametrize("change", [{"B": 2}, {"B": 0}, {"T": 0}], ids=repr)
+def test_sizes_that_all_arrays_share(change: dict[str, int]) -> None:
+    """A pack has one row, with checkpoints at chosen tokens too, and no size is 0."""
+    shape = {"B": 1, "T": 12, "H": 1, "HV": 2, "lengths": (5, 7), "K": 16, "V": 8}
+    pools = POOLS["checkpoints"].options
+    packs = [CallDescription(kind="torch").changed(**shape)]
+    packs.append(packs[0].changed(pool="checkpoints", **{k: v for k, v in pools.items() if v is not None}))
+    dense = packs[1].changed(lengths=(), checkpoint_count=3)
+    for call in (*packs, dense):
+        like = RequestsLike(request_of(call))
+        sizes = {"B": 1, "T": 12, **change}
+        shapes = []
+        for name, spec in request_of(call).tensors:
+            if SHAPES[name][:2] == ("B", "T"):
+                shapes.append((sizes["B"], sizes["T"], *spec.shape[2:]))
+            elif SHAPES[name][0] == "N" and not call.shape.lengths:
+                shapes.append((sizes["B"], *spec.shape[1:]))
+            else:
+                shapes.append(spec.shape)
+        assert like(tuple(shapes)) is None
 
 
 def test_a_family_is_all_but_lengths() -> None:

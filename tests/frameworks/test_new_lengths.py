@@ -22,11 +22,12 @@ from kdacore.calls.pools import POOLS
 from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import plan as plans
 from kdacore.dispatch import results, selection
+from kdacore.dispatch.candidates import Judge
 from kdacore.dispatch.new_lengths import CallFamily
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES, OPS
-from kdacore.registry import REGISTRY
+from kdacore.registry import REGISTRY, Registered
 from kdacore.testing.random_cases import random_case
 from kdacore.types import Backend, OpImpl, Outputs, Reason, Request
 
@@ -69,13 +70,23 @@ def small_heads(request: Request) -> Reason | None:
     return None
 
 
+ENTERED: list[str] = []
+"""The backends of :class:`Plugin` that ran, in order."""
+
+
 class Plugin:
-    """Three backends that do nothing, whose answers depend on lengths in different ways; and a policy."""
+    """Four backends that do nothing, whose answers depend on lengths in different ways; and a policy."""
 
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
         def backend(name: str, rank: int, *checks: Any, cost: Any = None) -> Backend:
-            op = OpImpl(zeros, serves=FEATURES, verifiers=checks, cost=cost, verified_archs=frozenset({"*"}))
+            def forward(request: Request, inputs: Any) -> Outputs:
+                ENTERED.append(name)
+                return zeros(request, inputs)
+
+            op = OpImpl(
+                forward, serves=FEATURES, verifiers=checks, cost=cost, verified_archs=frozenset({"*"})
+            )
             return Backend(
                 name=name, version="1", kinds=("numpy", "torch"), ops=dict.fromkeys(WHOLE, op), rank=rank
             )
@@ -112,11 +123,13 @@ def forget() -> None:
 
 def outcome(op: str, given: dict[str, Any]) -> Any:
     """What became of a call: its selection, or the error."""
+    ENTERED.clear()
     with kdacore.record_selections() as ran, torch.no_grad():
         try:
             getattr(kdacore, op)(**given)
         except (ContractError, UnsupportedError) as error:
             return type(error), str(error)
+    assert [s.backend for s in ran if s.backend != "reference"] == ENTERED
     return ran
 
 
@@ -355,6 +368,28 @@ def test_a_failed_probe_is_asked_again_at_every_length() -> None:
     assert [s.backend for s in ran] == ["reference"] * 3 + ["late"] * 3
 
 
+def test_a_marked_verifier_that_raises_is_asked_again() -> None:
+    faults: list[Exception] = [ValueError("not yet"), ValueError("not yet")]
+
+    @verifiers.reads_no_lengths
+    def verify(request: Request) -> None:
+        if faults:
+            raise faults.pop()
+
+    op = OpImpl(zeros, serves=FEATURES, verifiers=(verify,))
+    backend = Backend(name="late", version="1", kinds=("torch",), ops={"chunk_kda": op})
+    judge = Judge(Registered(backend, "late", "late"), REQUEST)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = [judge.candidate(dataclasses.replace(REQUEST, T=T)) for T in (4, 5, 6)]
+    assert [[r.code for r in c.reasons] for c in found] == [["verifier_error"], ["verifier_error"], []]
+
+
+REQUEST = Request(
+    "chunk_kda", "torch", kdacore.types.Device("cpu"), 1, 4, 1, 1, 16, 16, 1, "float32", "float32"
+)
+
+
 def test_wrong_results_at_one_length_are_found() -> None:
     def sometimes(request: Request, inputs: Any) -> Outputs:
         return Outputs(inputs.v if request.T == 8 else torch.zeros_like(inputs.v))
@@ -461,15 +496,9 @@ def test_refused_verifiers_keep_their_order() -> None:
 
         return verify
 
-    from kdacore.dispatch.candidates import Judge
-    from kdacore.registry import Registered
-
     op = OpImpl(zeros, serves=FEATURES, verifiers=(marked("a"), reason("b"), marked("c"), reason("d")))
     backend = Backend(name="no", version="1", kinds=("torch",), ops={"chunk_kda": op})
-    request = Request(
-        "chunk_kda", "torch", kdacore.types.Device("cpu"), 1, 4, 1, 1, 16, 16, 1, "float32", "float32"
-    )
-    judge = Judge(Registered(backend, "no", "no"), request)
+    judge = Judge(Registered(backend, "no", "no"), REQUEST)
     for T in (4, 5, 6):
-        found = judge.candidate(dataclasses.replace(request, T=T))
+        found = judge.candidate(dataclasses.replace(REQUEST, T=T))
         assert [r.code for r in found.reasons] == ["a", "b", "c", "d"]

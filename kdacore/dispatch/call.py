@@ -109,20 +109,20 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         outlines = check_memory(plan.request, inputs, adapter)
     elif plan.request.needs_grad:
         adapter.check_saved(plan.request, inputs)
-    if fast_path is not None:
-        fast_path.note(opdef.name, inputs, options, asked, plan)
-        if found is None and not plan.results_checked:
-            fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, backend))
-    elif adapter.array_test is not None and adapter.fast_path is None:
-        if plan.results_checked:
+    new = found is None and not plan.results_checked
+    if fast_path is None and adapter.fast_path is None and adapter.array_test is not None:
+        if not new:
             fast_path = _start_fast_path(adapter)
-            for _ in range(2):  # this call, and the one like it that came before there was a memory
-                fast_path.note(opdef.name, inputs, options, asked, plan)
+            # Of the call like this one that came before there was a memory.
+            fast_path.note(opdef.name, inputs, options, asked, plan)
         elif adapter in _called:
             fast_path = _start_fast_path(adapter)
-            fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, backend))
         else:  # a process that makes one call does without
             _called.add(adapter)
+    if fast_path is not None:
+        fast_path.note(opdef.name, inputs, options, asked, plan)
+        if new:
+            fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, backend))
     return execute(plan, inputs, run, outlines)
 
 

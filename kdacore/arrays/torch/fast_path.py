@@ -41,22 +41,22 @@ def _test(arrays: dict[str, Any], same_strides: bool, same_sizes: bool) -> tuple
     ):
         return None
     # The check takes no tensor twice, and calls may: one index array for the rows that are read and written, say.
-    again = {
-        name: first
-        for i, (name, x) in enumerate(arrays.items())
-        if (first := next((n for n, y in list(arrays.items())[:i] if y is x), None)) is not None
-    }
-    same = "".join([f"{name} is {first} and " for name, first in again.items()])
-    arrays = {name: x for name, x in arrays.items() if name not in again}
+    first: dict[int, str] = {}
+    same = ""
+    for name, x in arrays.items():
+        known = first.setdefault(id(x), name)
+        if known != name:
+            same += f"{name} is {known} and "
+    if same:
+        arrays = {name: arrays[name] for name in first.values()}
     sizes: Any = None if same_sizes else [[None] * x.dim() for x in arrays.values()]
     strides: Any = None
-    if (
-        not same_strides
-    ):  # those of what is written are compared with those that were checked, where sizes are too
-        strides = [
-            list(x.stride()) if same_sizes and name in WRITABLE_ARGUMENTS else [None] * x.dim()
-            for name, x in arrays.items()
-        ]
+    if not same_strides:
+        strides = [[None] * x.dim() for x in arrays.values()]
+        # Those of what is written are compared with those that were checked, where sizes are too.
+        for i, (name, x) in enumerate(arrays.items()) if same_sizes else ():
+            if name in WRITABLE_ARGUMENTS:
+                strides[i] = list(x.stride())
     guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     # Dual tensors look like others to the check, and it ends the process at a nested tensor, whose sizes raise in C++.
     nested = " or ".join(f"{name}.is_nested" for name in arrays)

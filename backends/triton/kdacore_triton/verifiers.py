@@ -86,7 +86,7 @@ def dtypes(request: Request) -> Reason | None:
         return Reason("dtype", "takes 16- and 32-bit floats", request.dtype, " or ".join(FLOATS))
     for name, spec in request.tensors:
         if spec.dtype == "float64":
-            return Reason("dtype", f"takes no float64 {name}", str(spec), " or ".join(FLOATS))
+            return Reason("dtype", f"takes no float64 {name}", spec.dtype, " or ".join(FLOATS))
     return None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdacore import plugin_faults
 from kdacore.errors import list_names
+from kdacore.lazy import resolved
 from kdacore.registry import REGISTRY, Registered, all_answered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Verifier
 from kdacore.verifiers import reads_no_lengths
@@ -36,7 +37,6 @@ class Judge:
 
     __slots__ = (
         "_able",
-        "_always",
         "_checks",
         "_general",
         "_lacking",
@@ -44,6 +44,7 @@ class Judge:
         "_predict",
         "_reasons",
         "_verified",
+        "always",
         "impl",
         "lasts",
         "registered",
@@ -67,7 +68,7 @@ class Judge:
         self.tested = bool(request.device.arch) and request.device.arch in archs
         """Whether the op has been tested on the device's architecture."""
         self._verified = PORTABLE in archs or request.device.arch in archs
-        self._always: Candidate | None = None
+        self.always: Candidate | None = None
         """The answer to every call of the family, where none of it depends on lengths."""
         self._checks: tuple[Verifier, ...] | None = None
         """The verifiers that are asked at every call. None before the first call."""
@@ -80,9 +81,9 @@ class Judge:
         self._predict: Callable[[Request], Prediction | None] | None = None
         # Verifiers are asked about arrays and devices of the backend's own only.
         if impl is None:
-            self._always = Candidate(backend.name, tuple(self._general), None, backend.rank, False)
+            self.always = Candidate(backend.name, tuple(self._general), None, backend.rank, False)
         elif any(reason.code in ("array_kind", "device") for reason in self._general):
-            self._always = self._candidate(tuple(self._general))
+            self.always = self._candidate(tuple(self._general))
 
     def _candidate(self, reasons: tuple[Reason, ...]) -> Candidate:
         backend = self.registered.backend
@@ -90,8 +91,8 @@ class Judge:
 
     def candidate(self, request: Request) -> Candidate:
         """Every reason against one call of the family. Its cost is not predicted yet."""
-        if self._always is not None:
-            return self._always
+        if self.always is not None:
+            return self.always
         # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
         if (
             request.kind == "jax"
@@ -130,7 +131,7 @@ class Judge:
             elif usable is not None:
                 reasons.append(usable)
             if faulty or not _is_marked(verifier):
-                checks.append((place, verifier))
+                checks.append((place, resolved(verifier)))
             elif usable is not None:
                 always.append((place, usable))
         self._reasons = tuple(always)
@@ -138,7 +139,7 @@ class Judge:
         self._checks = tuple([verifier for _, verifier in checks])
         candidate = self._candidate((*self._general, *reasons))
         if not checks:
-            self._always = candidate
+            self.always = candidate
         return candidate
 
     def with_cost(self, candidate: Candidate, request: Request) -> Candidate:

@@ -128,7 +128,7 @@ class Family:
             judge = judges.get(name)
             if judge is None or not judge.lasts:
                 judge = judges[name] = Judge(registered, request, self._assumed)
-            found.append(judge.candidate(request))
+            found.append(judge.always or judge.candidate(request))
         return tuple(found)
 
     def with_costs(self, request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:

@@ -12,10 +12,13 @@ training step with ``cp=`` on one of two ranks, whose backend and exchange do no
 host time of a decode and of a prefill call, of prefill calls of lengths not seen before, of a training
 step (forward, and forward with backward, seven arrays that want gradients, nothing waited for) and of
 a training step of a function that does nothing, below which none can get, and the first call of a
-process, on the CUDA backend. ``--device stub`` measures the calls of new lengths and the training
-steps with a driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA
-tensors; decoding, also of numbers of sequences not seen before, and the first prefill of a process too.
-It reports the processor's time.
+process, on the CUDA backend. Rows that begin with "new lengths" are calls whose lengths change, as a
+server's do: a pack of new tokens from a state pool, backend chosen automatically; the same with a
+backend that does nothing; lengths seen before among a thousand; decoding of a new number of sequences;
+and training steps, of which the time of an empty autograd function in the same process is taken off.
+``--device stub`` measures the calls of new lengths and the training steps with a driver that does
+nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; decoding, also of numbers of
+sequences not seen before, and the first prefill of a process too. It reports the processor's time.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ import torch, torch.nn.functional
 def rand(*s): return torch.randn(*s, device=device, dtype=torch.bfloat16)
 options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
                safe_gate=True, lower_bound=-5.0, backend=backend)
+automatic = {n: value for n, value in options.items() if n != "backend"}
 def tokens(B, T, H):
     x = dict(q=rand(B, T, H, 128), k=rand(B, T, H, 128), v=rand(B, T, H, 128), g=rand(B, T, H, 128), beta=rand(B, T, H))
     return dict(x, A_log=torch.zeros(H, device=device))
@@ -120,6 +124,89 @@ for given in calls[36:]:
     taken.append(time.perf_counter() - start)
 print(sorted(taken)[len(taken) // 4])
 """
+_ONCE_EACH = """
+def once_each(calls, passes=1):
+    for _ in range(passes):
+        taken = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 4]
+"""
+_POOL_PACK = """
+import functools
+torch.set_grad_enabled(False)
+sequences, longest = 4, 64 + 1036
+x = tokens(1, longest, 8)
+x["out"] = torch.empty_like(x["v"])
+pool = torch.zeros(64, 8, 128, 128, device=device)
+rows = torch.arange(sequences, dtype=torch.int32, device=device)
+fresh = torch.zeros(sequences, dtype=torch.bool, device=device)
+def call_of(T):
+    given = {n: y[:, :T] if y.dim() > 1 else y for n, y in x.items()}
+    offsets = torch.arange(sequences + 1, dtype=torch.int32, device=device) * (T // sequences)
+    return functools.partial(kdacore.chunk_kda, **given, cu_seqlens=offsets, initial_state=pool, state_indices=rows,
+                             has_initial_state=fresh, inplace_state=True, **automatic)
+calls = [call_of(T) for T in range(64, longest)]
+once_each(calls[:36])
+calls = calls[36:]
+"""
+_POOL_DECODE = """
+import functools
+torch.set_grad_enabled(False)
+first, most = 32, 384
+x = tokens(most, 1, 32)
+pool = torch.zeros(most, 32, 128, 128, dtype=torch.bfloat16, device=device)
+rows = torch.arange(most, dtype=torch.int32, device=device)
+def call_of(N):
+    given = {n: y[:N] if y.dim() > 1 else y for n, y in x.items()}
+    return functools.partial(kdacore.fused_recurrent_kda, **given, initial_state=pool, state_indices=rows[:N],
+                             inplace_state=True, **automatic)
+calls = [call_of(N) for N in range(first, most)]
+once_each(calls[:36])
+calls = calls[36:]
+"""
+_TRAINING_LENGTHS = """
+whole = {n: y.detach() for n, y in x.items()}
+def step_of(T):
+    given = {n: (y[:, :T] if y.dim() > 2 else y).clone().requires_grad_() for n, y in whole.items()}
+    leaves, weight = list(given.values()), torch.ones_like(given["v"])
+    def step(forward):
+        forward().backward(weight)
+        for y in leaves: y.grad = None
+    return (lambda: step(lambda: kdacore.chunk_kda(**given, **options)[0]),
+            lambda: step(lambda: Nothing.apply(*leaves)))
+steps = [step_of(T) for T in range(65, 65 + 220)]
+for step, empty in steps[:20]: step(), empty()
+steps = steps[20:]
+above = lambda ours, empty: print(ours - empty)
+"""
+_CHOSEN_NULL = """
+import dataclasses
+from kdacore.bench.dispatch import NullPlugin
+from kdacore.hookspecs import hookimpl
+from kdacore.registry import REGISTRY
+from kdacore.types import Outputs
+class Chosen(NullPlugin):
+    @hookimpl
+    def kdacore_backends(self):
+        (null,) = super().kdacore_backends()
+        op = dataclasses.replace(null.ops["chunk_kda"], forward=lambda request, inputs: Outputs(inputs.out),
+                                 cost=lambda request: 1e-9)
+        return [dataclasses.replace(null, name="chosen", auto_kinds=None, ops={"chunk_kda": op})]
+REGISTRY.register(Chosen(), "chosen")
+"""
+_NUMPY_LENGTHS = """
+import functools
+x["out"] = np.empty_like(x["v"])
+def call_of(T):
+    given = {n: np.concatenate([y] * (T // 64 + 1), 1)[:, :T] for n, y in x.items()}
+    return functools.partial(kdacore.chunk_kda, **given, use_qk_l2norm_in_kernel=True)
+calls = [call_of(T) for T in range(64, 700)]
+once_each(calls[:36])
+calls = calls[36:]
+"""
 _ONE_RANK = """
 import torch
 torch.set_num_threads(1)
@@ -144,6 +231,7 @@ _STEPS = {
 }
 _WAIT = "torch.cuda.synchronize(); start = time.perf_counter()\n"
 _HEAD = "import time\nimport numpy as np\n"
+_PASS = "print(once_each(calls))\n"
 _TAKEN = "print(time.perf_counter() - start)"
 
 
@@ -171,6 +259,9 @@ def _quantities(device: str) -> dict[str, str]:
         + _FIXED
         + _REPEAT.replace("COUNT", "100"),
     }
+    found["new lengths, NumPy, front end alone"] = (
+        _HEAD + "import kdacore" + _NUMPY + _CHOSEN_NULL + _ONCE_EACH + _NUMPY_LENGTHS + _PASS
+    )
     new_lengths = "import kdacore\n" + _NEW_LENGTHS
     one_rank = f"{Path(__file__).with_name('one_rank.py').read_text()}\ninstall()\n"
     steps = _REPEAT.replace("COUNT", "100").replace("perf_counter", "process_time")
@@ -191,6 +282,7 @@ def _quantities(device: str) -> dict[str, str]:
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
         found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
         found["prefill B1 H2 of lengths not seen before, host"] = start + new_lengths
+        found |= _lengths(start)
         training = _TRAINING.replace("TOKENS", "512")
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
@@ -226,7 +318,43 @@ def _quantities(device: str) -> dict[str, str]:
             + _PREFILL
             + "start = time.process_time()\ncall()\nprint(time.process_time() - start)"
         )
+        hopper = stub.replace("\ninstall()", "\ninstall_as_hopper()")
+        own_time = {
+            name: code.replace("perf_counter", "process_time")
+            for name, code in _lengths(
+                hopper + _HEAD + _ON["stub"].replace('"stub"', '"cuda"') + _CUDA
+            ).items()
+        }
+        found |= own_time
     return found
+
+
+def _lengths(start: str) -> dict[str, str]:
+    """Calls of a server whose lengths change at every step, and training steps whose lengths do."""
+    pack = start + "import kdacore\n" + _ONCE_EACH + _POOL_PACK
+    training = (
+        start + "import kdacore\n" + _ONCE_EACH + _TRAINING.replace("TOKENS", "285") + _TRAINING_LENGTHS
+    )
+    return {
+        "new lengths, chunk_kda, pack from a pool": pack + _PASS,
+        "new lengths, the same, front end alone": start
+        + "import kdacore\n"
+        + _CHOSEN_NULL
+        + _ONCE_EACH
+        + _POOL_PACK
+        + _PASS,
+        "new lengths among the last 1,000": pack + "print(once_each(calls, passes=3))\n",
+        "new lengths, the same again": pack + "print(once_each([calls[500]] * 2000))\n",
+        "new lengths, fused_recurrent_kda from a pool": start
+        + "import kdacore\n"
+        + _ONCE_EACH
+        + _POOL_DECODE
+        + _PASS,
+        "new lengths, training, above an empty function": training
+        + "above(once_each([a for a, _ in steps]), once_each([b for _, b in steps]))\n",
+        "new lengths, training, the same again, above an empty function": training
+        + "above(once_each([steps[0][0]] * 600), once_each([steps[0][1]] * 600))\n",
+    }
 
 
 def _measure(checkout: Path, code: str) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kdacore_cuda
+from kdacore import device as probes
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, Device, OpImpl, Request
@@ -85,6 +86,27 @@ class _Plugin:
 
 def install() -> None:
     """Compile the driver that does nothing, put it in the place of the system's, and register the backend."""
+    _replace_driver()
+    REGISTRY.register(_Plugin(), NAME)
+
+
+def install_as_hopper() -> None:
+    """The driver that does nothing, and CPU tensors that are taken for those of a Hopper GPU by everything that asks.
+
+    Calls then choose among the shipped backends as on a machine with such a GPU, by the cost table of its architecture,
+    and the cuda backend serves them. To be called before the first call.
+    """
+    real = probes.torch_device
+    changes: list[tuple[Any, str, Any]] = [
+        (kdacore_cuda, "_driver_missing", lambda: None),
+        (probes, "torch_device", lambda kind, index: _HOPPER if kind == "cpu" else real(kind, index)),
+    ]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    _replace_driver()
+
+
+def _replace_driver() -> None:
     folder = Path(tempfile.mkdtemp())
     (folder / "stub.c").write_text(_SOURCE)
     library = folder / "libcuda.so.1"
@@ -102,4 +124,3 @@ def install() -> None:
     ]
     for module, name, value in changes:
         setattr(module, name, value)
-    REGISTRY.register(_Plugin(), NAME)

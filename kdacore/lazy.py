@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -29,10 +29,24 @@ def lazy_function(package: str, module: str, function: str) -> Callable[..., Any
     def call(*args: Any) -> Any:
         if not found:
             found.append(getattr(import_module(f"{package}.{module}"), function))
+            if isinstance(found[0], FunctionType):
+                vars(call).update(vars(found[0]))  # what it declares of itself, as functools.wraps does
+            vars(call)[_FOUND] = found[0]
         return found[0](*args)
 
     call.__name__ = call.__qualname__ = function
     return call
+
+
+_FOUND = "found by kdacore.lazy"
+
+
+def resolved(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that one made by :func:`lazy_function` calls, once it has been called; any other as it is."""
+    if type(function) is not FunctionType:
+        return function
+    found: Callable[..., Any] = function.__dict__.get(_FOUND, function)
+    return found
 
 
 class _LazyModule(ModuleType):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -40,18 +40,54 @@ def attempt(code: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseExcepti
     Returns:
         The answer and None, or None and what was raised.
     """
-    process = os.getpid()
+    forks = _forks
     try:
         answer = code(*arguments)
     except BaseException as error:
-        if os.getpid() != process:
+        if forks is not _forks:
             _end_child(error)
         if isinstance(error, KeyboardInterrupt):
             raise
         return None, error
-    if os.getpid() != process:
+    if forks is not _forks:
         _end_child(None)
     return answer, None
+
+
+def first_answer(
+    codes: Sequence[Callable[[Any], Any]], start: int, argument: Any
+) -> tuple[int, Any, BaseException | None]:
+    """Call functions of a plugin in turn, as :func:`attempt` does, up to the first that answers or raises something.
+
+    Args:
+        codes: the functions.
+        start: the number of the first that is called.
+        argument: of all of them.
+
+    Returns:
+        The number of the function, what it answered and what it raised; ``len(codes)`` where all answered None.
+    """
+    forks, i, answer = _forks, start, None
+    try:
+        for i in range(start, len(codes)):
+            answer = codes[i](argument)
+            if answer is not None or forks is not _forks:
+                break
+        else:
+            i = len(codes)
+    except BaseException as error:
+        if forks is not _forks:
+            _end_child(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return i, None, error
+    if forks is not _forks:
+        _end_child(None)
+    return i, answer, None
+
+
+_forks = object()
+"""Another object in every forked child: asking for the process's number takes as long as many a verifier."""
 
 
 def guarded(function: F) -> F:
@@ -102,7 +138,9 @@ _frames_of_parent: list[FrameType] = []
 """Frames of ``guarded`` functions that were running in the parent of a forked child, which must not be left here."""
 
 
-def _note_frames() -> None:
+def _in_child() -> None:
+    global _forks
+    _forks = object()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _guarded:
@@ -111,7 +149,7 @@ def _note_frames() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_note_frames)
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _end_child(error: BaseException | None) -> None:

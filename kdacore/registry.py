@@ -470,6 +470,11 @@ def missing(
     return found
 
 
+def all_answered(backend: Backend) -> bool:
+    """Whether :func:`missing` asks none of the backend's probes again until the set of backends changes."""
+    return all(id(requirement) in _answers for requirement in backend.requirements)
+
+
 def probe(requirement: Requirement) -> tuple[str | None, str]:
     """What is missing, None when nothing is; and the traceback of a probe that failed to say. Asked in any case."""
     what, error = plugin_faults.attempt(requirement.probe)

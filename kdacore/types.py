@@ -178,7 +178,7 @@ class Request:
 
     def has(self, name: str) -> bool:
         """Was this array argument given?"""
-        return any(n == name for n, _ in self.tensors)
+        return name in [given for given, _ in self.tensors]
 
     def spec(self, name: str) -> TensorSpec:
         """Shape and dtype of a given array argument. KeyError when it was not given."""

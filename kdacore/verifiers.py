@@ -12,9 +12,35 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
 from kdacore.types import Reason, Request, Verifier
+
+_F = TypeVar("_F", bound=Callable[[Request], "Reason | None"])
+
+
+def reads_no_lengths(verifier: _F) -> _F:
+    """Declares of a verifier that its answer does not depend on lengths, so that it is asked less often.
+
+    Calls of a server differ from step to step in their tokens and sequences. A verifier with this mark is asked once
+    for all calls that differ in nothing else; one without it at each of them. Its answer may depend on everything in
+    the request but ``B``, ``T``, ``N``, ``pool_size``, ``write_pool_size`` and ``checkpoint_count``, what is computed
+    of these, and the same sizes in the shapes of arrays; and on nothing that changes while the process runs.
+
+    Args:
+        verifier: a function written with ``def``.
+
+    Examples:
+        >>> from kdacore import verifiers
+        >>> from kdacore.types import Reason
+        >>> @verifiers.reads_no_lengths
+        ... def even_heads(request):
+        ...     if request.H % 2:
+        ...         return Reason("heads", "serves pairs of heads", f"H={request.H}", "an even number")
+    """
+    vars(verifier)["reads_no_lengths"] = True
+    return verifier
 
 
 def dtypes(*allowed: str, arrays: Iterable[str] = ()) -> Verifier:
@@ -28,6 +54,7 @@ def dtypes(*allowed: str, arrays: Iterable[str] = ()) -> Verifier:
     """
     names, want = tuple(arrays), " or ".join(allowed)
 
+    @reads_no_lengths
     def verify_dtypes(request: Request) -> Reason | None:
         if request.dtype not in allowed:
             return Reason("dtype", "takes inputs of other dtypes", request.dtype, want)
@@ -45,6 +72,7 @@ def state_dtypes(*allowed: str) -> Verifier:
     Reason code: ``state_dtype``.
     """
 
+    @reads_no_lengths
     def verify_state_dtypes(request: Request) -> Reason | None:
         if request.state_dtype in allowed:
             return None
@@ -68,6 +96,7 @@ def head_dims(K: Collection[int], V: Collection[int] | None = None, *, equal: bo
     values = K if V is None else V
     want = f"K = V = {_sizes(K)}" if equal else f"K {_sizes(K)}, V {_sizes(values)}"
 
+    @reads_no_lengths
     def verify_head_dims(request: Request) -> Reason | None:
         if request.K in K and request.V in values and (not equal or request.K == request.V):
             return None
@@ -83,6 +112,7 @@ def key_dims(K: Collection[int]) -> Verifier:
     Reason code: ``head_dim``.
     """
 
+    @reads_no_lengths
     def verify_key_dims(request: Request) -> Reason | None:
         if request.K in K:
             return None
@@ -103,6 +133,7 @@ def compute_capability(minimum: int) -> Verifier:
     Reason code: ``hardware``.
     """
 
+    @reads_no_lengths
     def verify_compute_capability(request: Request) -> Reason | None:
         if sm_number(request.device.arch) >= minimum:
             return None
@@ -118,6 +149,7 @@ def architectures(*names: str) -> Verifier:
     Reason code: ``hardware``.
     """
 
+    @reads_no_lengths
     def verify_architectures(request: Request) -> Reason | None:
         if request.device.arch in names:
             return None
@@ -139,6 +171,7 @@ def grouped_heads(largest: int) -> Verifier:
     Reason code: ``gva``.
     """
 
+    @reads_no_lengths
     def verify_grouped_heads(request: Request) -> Reason | None:
         if largest * request.H >= request.HV:
             return None
@@ -154,6 +187,7 @@ def bounded_gates(bound: float = -5.0) -> Verifier:
     Reason code: ``gate``.
     """
 
+    @reads_no_lengths
     def verify_bounded_gates(request: Request) -> Reason | None:
         promised = request.gate == "sigmoid" or (request.gate == "log" and request.safe_gate)
         if promised and request.lower_bound is not None and request.lower_bound >= bound:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kdacore.arrays.base import ADAPTERS, Adapter, Memory
+from kdacore.arrays.base import ADAPTERS, Adapter, Extent, Memory, Outline
 
-__all__ = ["Adapter", "adapter_of", "is_spec", "memory_of"]
+__all__ = ["Adapter", "adapter_of", "exact_memory", "extent_of", "is_spec", "memory_of", "outlines"]
 
 
 def adapter_of(x: Any) -> Adapter | None:
@@ -27,6 +27,32 @@ def memory_of(x: Any) -> Memory | None:
     adapter = None if x is None else adapter_of(x)
     found = None if adapter is None else adapter.memory(x)
     return None if found is None else Memory(*found)
+
+
+def exact_memory(x: Any) -> Memory:
+    """:func:`memory_of` an array that has an extent."""
+    memory = memory_of(x)
+    if memory is None:
+        raise ValueError(f"a {type(x).__name__} without memory")
+    return memory
+
+
+def extent_of(x: Any) -> Extent | None:
+    """The outline of :func:`memory_of`."""
+    adapter = ADAPTERS.get(type(x)) or (None if x is None else adapter_of(x))
+    return None if adapter is None else adapter.extent(x)
+
+
+def outlines(inputs: Any) -> list[Outline]:
+    """The extents of an op's arrays, by name and with the array; of those that have memory."""
+    found = []
+    for name, x in zip(inputs._fields, inputs, strict=True):
+        if x is not None:
+            adapter = ADAPTERS.get(type(x)) or adapter_of(x)
+            extent = None if adapter is None else adapter.extent(x)
+            if extent is not None:
+                found.append((name, x, extent))
+    return found
 
 
 def is_spec(x: Any) -> bool:

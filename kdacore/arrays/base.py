@@ -14,6 +14,9 @@ expression is true of arrays that validation and selection cannot tell from thes
 strides if they count (those of arrays that a call may write always count). None for arrays that must take the ordinary
 path."""
 
+FamilyTest = Callable[[dict[str, Any]], "tuple[str, dict[str, Any]] | None"]
+"""As :data:`ArrayTest`, of arrays that validation and selection can tell from these by their sizes alone: the numbers
+of their axes are the same, strides may be any."""
 
 FastGradientsOf = Callable[[Any, Request, Any], "FastCall | None"]
 """``fast_gradients(plan, request, inputs)``."""
@@ -81,6 +84,11 @@ class Adapter(Protocol):
     @property
     def array_test(self) -> ArrayTest | None:
         """The library's part of recognising a call that was made before; None where calls are not recognised."""
+        ...
+
+    @property
+    def family_test(self) -> FamilyTest | None:
+        """The same for calls that differ from it in lengths."""
         ...
 
     @property
@@ -164,10 +172,21 @@ class Adapter(Protocol):
         """Address, shape, strides and item size in bytes; None where there is none to speak of. No sync."""
         ...
 
+    def extent(self, x: Any) -> Extent | None:
+        """The outline of :meth:`memory`, in less time."""
+        ...
+
     def run(self, plan: Any, inputs: Any) -> Any:
         """Run the selected implementation, joined to the library's differentiation."""
         ...
 
+
+Extent = tuple[int, int, bool]
+"""Where an array's bytes lie: the first, the one after the last, and whether they are known to be in the order of the
+elements, without gaps; otherwise they may have gaps, or overlap."""
+
+Outline = tuple[str, Any, Extent]
+"""An argument's name, its array, and where that lies."""
 
 _MOST_WORK: Any = 10_000
 """Steps the exact test may take; two layouts so entangled are taken for apart."""

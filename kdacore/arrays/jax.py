@@ -18,7 +18,7 @@ from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Device, GateInputs, OutputGrads, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Plan, Run
+    from kdacore.arrays.base import Extent, Plan, Run
 
 
 _PLAIN: set[type] = {type(None)}
@@ -38,6 +38,7 @@ class _JaxAdapter:
     immutable = True
     knows_grad = False
     array_test = None
+    family_test = None
     fast_path: Any = None
     fast_gradients = None
 
@@ -123,6 +124,9 @@ class _JaxAdapter:
         return host.astype(np.float64) if host.dtype.kind not in "iub" else host
 
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return None
+
+    def extent(self, x: Any) -> Extent | None:
         return None
 
     def run(self, plan: Plan, inputs: Any) -> Any:

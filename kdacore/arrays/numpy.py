@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdacore.arrays.base import Memory
 from kdacore.ops import WRITABLE_ARGUMENTS, OpDef
 from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Plan, Run
+    from kdacore.arrays.base import Extent, Plan, Run
 
 _CPU = Device("cpu")
 
@@ -26,6 +27,9 @@ class _NumpyAdapter:
 
     def array_test(self, arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
         return _array_test(arrays, same_strides)
+
+    def family_test(self, arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        return _family_test(arrays)
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _run
@@ -86,6 +90,14 @@ class _NumpyAdapter:
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
         return (x.__array_interface__["data"][0], x.shape, x.strides, x.itemsize) if x.size else None
 
+    def extent(self, x: Any) -> Extent | None:
+        if not x.size:
+            return None
+        if x.flags.c_contiguous:
+            address = x.__array_interface__["data"][0]
+            return address, address + x.nbytes, True
+        return (*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
+
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _run(plan, inputs)
 
@@ -116,18 +128,30 @@ def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[s
     if not all(type(x) is np.ndarray for x in arrays.values()):
         return None
     tests = [
-        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == {x.shape}"
-        for name, x in arrays.items()
+        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == shape_{name}"
+        for name in arrays
     ]
     tests += [
-        f"{name}.strides == {x.strides}"
-        for name, x in arrays.items()
-        if same_strides or name in WRITABLE_ARGUMENTS
+        f"{name}.strides == strides_{name}" for name in arrays if same_strides or name in WRITABLE_ARGUMENTS
     ]
     tests += [
         f"{name}.flags.writeable is {x.flags.writeable}"
         for name, x in arrays.items()
         if name in WRITABLE_ARGUMENTS
+    ]
+    values: dict[str, Any] = {"ndarray": np.ndarray}
+    for name, x in arrays.items():
+        values |= {f"dtype_{name}": x.dtype, f"shape_{name}": x.shape, f"strides_{name}": x.strides}
+    return " and ".join(tests), values
+
+
+def _family_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """See :data:`kdacore.arrays.base.FamilyTest`."""
+    if not all(type(x) is np.ndarray for x in arrays.values()):
+        return None
+    tests = [
+        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.ndim == {x.ndim}"
+        for name, x in arrays.items()
     ]
     return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
 

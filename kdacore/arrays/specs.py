@@ -72,6 +72,7 @@ class _SpecAdapter:
     """Reads :class:`ShapeDtype`; can explain, cannot run."""
 
     array_test = None
+    family_test = None
     fast_path: Any = None
     fast_gradients = None
     knows_grad = True
@@ -131,6 +132,9 @@ class _SpecAdapter:
         raise ContractError("explain", "arrays", "a ShapeDtype", "arrays when values are to be checked")
 
     def memory(self, x: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
+        return None
+
+    def extent(self, x: Any) -> None:
         return None
 
     def run(self, plan: Any, inputs: Any) -> Any:

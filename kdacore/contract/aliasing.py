@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdacore.arrays import Adapter, adapter_of
-from kdacore.arrays.base import Memory
+from kdacore.arrays import Adapter, exact_memory, outlines
+from kdacore.arrays.base import Outline
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.types import Request
@@ -22,32 +22,40 @@ def written_arguments(request: Request) -> tuple[str, ...]:
     return ("out",) * request.has("out") + (request.written_pool,) * request.inplace_state
 
 
-def check_memory(request: Request, inputs: Any, adapter: Adapter) -> None:
-    """Raise :class:`ContractError` naming an array that is to be written and cannot be, or that overlaps itself or
-    another."""
+def check_memory(request: Request, inputs: Any, adapter: Adapter) -> list[Outline] | None:
+    """Check what a call writes.
+
+    Returns:
+        The outlines of all arrays; None where nothing is written.
+
+    Raises:
+        ContractError: naming an array that is to be written and cannot be, or that overlaps itself or another.
+    """
     written = written_arguments(request)
     if not written:
-        return
-    found: dict[str, Memory] = {}
-    for name, x in zip(OPS[request.op].arrays, inputs, strict=True):
-        if name in written and (problem := adapter.unwritable(x)) is not None:
+        return None
+    arrays = inputs if hasattr(inputs, "_fields") else OPS[request.op].inputs._make(inputs)  # type: ignore[attr-defined]
+    for name in written if len(written) < 2 else sorted(written, key=arrays._fields.index):
+        x = getattr(arrays, name)
+        problem = None if x is None else adapter.unwritable(x)
+        if problem is not None:
             raise ContractError(request.op, name, *problem)
-        memory = None if x is None else (adapter_of(x) or adapter).memory(x)
-        if memory is not None:
-            found[name] = Memory(*memory)
+    found = outlines(arrays)
+    targets = {name: (x, extent) for name, x, extent in found if name in written}
     for name in written:
-        if name not in found:
+        if name not in targets:
             continue
-        target = found[name]
-        if target.overlaps_itself():
+        x, (first, end, dense) = targets[name]
+        if not dense and (memory := exact_memory(x)).overlaps_itself():
             raise ContractError(
                 request.op,
                 name,
-                f"memory that overlaps itself (strides of {list(target.strides)} bytes)",
+                f"memory that overlaps itself (strides of {list(memory.strides)} bytes)",
                 "an array whose elements share no memory: it is written",
             )
-        for other, memory in found.items():
-            if other != name and target.overlaps(memory):
+        for other, y, (start, stop, _) in found:
+            if start < end and first < stop and other != name and exact_memory(x).overlaps(exact_memory(y)):
                 raise ContractError(
                     request.op, name, f"memory shared with '{other}'", "memory of its own: it is written"
                 )
+    return found

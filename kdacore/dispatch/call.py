@@ -26,6 +26,7 @@ from kdacore.registry import REGISTRY
 from kdacore.types import Request, Selection
 
 if TYPE_CHECKING:
+    from kdacore.arrays.base import Outline
     from kdacore.dispatch.fast_path import FastPath
 
 
@@ -83,33 +84,74 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         for records in RECORDS.get():
             records.append(plan.selection)
         return seen.run(plan, inputs)
+    found = None if fast_path is None else fast_path.plan_of(opdef.name, arrays, options, asked)
+    if fast_path is None or found is None:
+        return _unrecognised(opdef, adapter, inputs, options, backend, asked)
+    plan, run = found
+    outlines = _checked(plan, inputs, adapter)
+    fast_path.note(opdef.name, inputs, options, asked, plan)
+    return execute(plan, inputs, run, outlines)
+
+
+def _unrecognised(
+    opdef: OpDef, adapter: Adapter, inputs: Any, options: tuple[Any, ...], backend: Any, asked: Any
+) -> Any:
+    """Run a call that no test recognises: look at its arrays, plan it, take note of it."""
     if adapter.immutable:  # JAX
-        inputs = arrays = adapter.unwrapped(inputs)
+        inputs = adapter.unwrapped(inputs)
+    torch = sys.modules.get("torch")
     # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
     by_operators = exporting = torch is not None and torch.compiler.is_compiling()
+    readable = inputs
     if not exporting:
-        by_operators, readable = adapter.admit(opdef, arrays, options)
-        if readable is not arrays:
-            inputs = _new_tuple(opdef.inputs, readable)
-            fast_path = None  # which would never recognise this call
+        by_operators, readable = adapter.admit(opdef, inputs, options)
+    as_given = readable is inputs
+    if not as_given:
+        inputs = _new_tuple(opdef.inputs, readable)
     if by_operators:
         from kdacore.dispatch import torch_operators
 
         return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
-    if plan.writes:  # calls recognised as this one have the same strides in what they write
+    outlines = _checked(plan, inputs, adapter)
+    if adapter.fast_path is None or as_given:  # otherwise it would never recognise this call
+        _take_note(opdef, adapter, inputs, options, asked, plan)
+    return execute(plan, inputs, plan.run, outlines)
+
+
+def _checked(plan: Plan, inputs: Any, adapter: Adapter) -> list[Outline] | None:
+    """Check what a call writes or saves. Calls recognised as made before have the same strides in what they write."""
+    if plan.writes:
         from kdacore.contract.aliasing import check_memory
 
-        check_memory(plan.request, inputs, adapter)
-    elif plan.request.needs_grad:
+        return check_memory(plan.request, inputs, adapter)
+    if plan.request.needs_grad:
         adapter.check_saved(plan.request, inputs)
-    if fast_path is not None:
-        fast_path.note(opdef.name, inputs, options, asked, plan)
-    elif plan.results_checked and adapter.array_test is not None and adapter.fast_path is None:
+    return None
+
+
+def _take_note(
+    opdef: OpDef, adapter: Adapter, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan
+) -> None:
+    """Let calls like this one be recognised from now on, if they keep coming."""
+    fast_path: FastPath | None = adapter.fast_path
+    new = not plan.results_checked
+    if fast_path is None:
+        if adapter.array_test is None:
+            return
+        if new and adapter not in _called:  # a process that makes one call does without
+            _called.add(adapter)
+            return
         fast_path = _start_fast_path(adapter)
-        for _ in range(2):  # this call, and the one like it that came before there was a memory
+        if not new:  # a call like this one came before there was a memory
             fast_path.note(opdef.name, inputs, options, asked, plan)
-    return execute(plan, inputs, plan.run)
+    fast_path.note(opdef.name, inputs, options, asked, plan)
+    if new:
+        fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, asked[0]))
+
+
+_called: set[Adapter] = set()
+"""Of the arrays of calls that were made before there was a memory of them."""
 
 
 def _start_fast_path(adapter: Adapter) -> FastPath:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kdacore.dispatch import cost_tables
-from kdacore.dispatch.cost_tables import Columns, Group, Variant
+from kdacore.dispatch.cost_tables import Columns, Group, Table, Variant
 from kdacore.ops import OPS
 from kdacore.types import Request
 
@@ -27,8 +27,7 @@ _WEIGHTS = {"gate": 8, "v_first": 8, "state": 4, "packed": 4, "g": 2, "initial_s
 """What a difference between variants counts, where a call's own was not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Seconds, and where they come from."""
 
     seconds: float
@@ -80,37 +79,101 @@ def tokens_of(request: Request) -> float:
 
 def predict(backend: str, request: Request) -> Prediction | None:
     """None where nothing similar was measured."""
-    table = cost_tables.in_use(request.device)
-    if table is None:
+    return Predictor(backend).predict(request)
+
+
+class Predictor:
+    """Predicts times of a backend for calls that differ in lengths alone.
+
+    Args:
+        backend: its name.
+    """
+
+    __slots__ = ("_backend", "_generation", "_measured")
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._generation: object = None
+        self._measured: tuple[_Measured, ...] = ()
+        """What was measured of calls like these, by group, the nearest variants first."""
+
+    def predict(self, request: Request) -> Prediction | None:
+        """None where nothing similar was measured."""
+        # Only torch knows the names of devices, and with JAX's arrays it may be imported at any time.
+        if self._generation is not cost_tables.generation or request.kind == "jax":
+            self._generation = cost_tables.generation
+            table = cost_tables.in_use(request.device)
+            self._measured = () if table is None else _measured(table, self._backend, request)
+        for ordered in self._measured:
+            found = _best(ordered, request.B * request.T / request.N, request.N * request.HV)
+            if found is not None:
+                return found
         return None
-    own = group_of(request)
+
+
+Points = Sequence[tuple[float, float]]
+"""Tokens of a sequence and seconds, ascending."""
+
+
+class _Variant(NamedTuple):
+    """One measured variant of calls, as compared with those that are predicted."""
+
+    columns: Columns
+    counts: tuple[int, ...]
+    """The numbers of items that were measured, ascending."""
+    said: str
+    """What of the measured calls is not as in these, and where they were measured."""
+
+
+_Measured = tuple[_Variant, ...]
+
+
+def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, ...]:
+    own, variant = group_of(request), variant_of(request)
     groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
+    found = []
     for group in groups:
         variants = table.times.get((backend, group))
         if not variants:
             continue
-        variant = variant_of(request)
-        found = _best(variants, variant, tokens_of(request), request.N * request.HV)
-        if found is not None:
-            seconds, how, measured = found
-            return Prediction(
-                seconds, f"{how}{_other(own, group, variant, measured)} ({table.device}; {table.source})"
+        ordered = sorted(variants, key=lambda other: _difference(variant, other))
+        found.append(
+            tuple(
+                [
+                    _Variant(
+                        variants[other],
+                        tuple(variants[other]),
+                        f"{_other(own, group, variant, other)} ({table.device}; {table.source})",
+                    )
+                    for other in ordered
+                ]
             )
-    return None
+        )
+    return tuple(found)
 
 
-def _best(
-    variants: Mapping[Variant, Columns], variant: Variant, tokens: float, items: int
-) -> tuple[float, str, Variant] | None:
-    """The nearest variant that was measured around the sizes, else the nearest that was measured near them."""
-    ordered = sorted(variants, key=lambda other: _difference(variant, other))
+def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
+    """From the nearest variant that was measured around the sizes, else the nearest that was measured near them."""
     for reach in (1.0, REACH):
-        for other in ordered:
-            columns = variants[other]
-            if _covers(columns, tokens, items, reach):
-                exact = any(t == tokens for t, _ in columns.get(items, ()))
+        for columns, counts, said in ordered:
+            # The measured numbers of items below and above, the outermost one twice beyond it.
+            i = bisect_left(counts, items)
+            high = counts[i] if i < len(counts) else counts[-1]
+            low = high if high == items or i in (0, len(counts)) else counts[i - 1]
+            if not low / reach <= items <= high * reach:
+                continue
+            below, above = columns[low], columns[high]
+            if _reaches(below, tokens, reach) and _reaches(above, tokens, reach):
+                seconds = _column(below, tokens)
+                if (
+                    low == high
+                ):  # beyond the most items time grows with them; the fewest do not fill the device
+                    seconds *= max(items / high, 1.0)
+                else:
+                    seconds += (_column(above, tokens) - seconds) * (items - low) / (high - low)
+                exact = low == high == items and tokens in [t for t, _ in below]
                 how = "measured" if exact else "interpolated" if reach == 1.0 else "extrapolated"
-                return _time(columns, tokens, items), how, other
+                return Prediction(seconds, how + said)
     return None
 
 
@@ -127,32 +190,11 @@ def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str
     return f" from calls with {', '.join(other)}" if other else ""
 
 
-def _around(columns: Columns, items: int) -> tuple[int, int]:
-    """The measured numbers of items below and above, the outermost one twice beyond it."""
-    counts = list(columns)
-    i = bisect_left(counts, items)
-    if i < len(counts) and counts[i] == items:
-        return items, items
-    return counts[max(i - 1, 0)], counts[min(i, len(counts) - 1)]
+def _reaches(sizes: Points, tokens: float, reach: float) -> bool:
+    return sizes[0][0] / reach <= tokens <= sizes[-1][0] * reach
 
 
-def _covers(columns: Columns, tokens: float, items: int, reach: float) -> bool:
-    low, high = _around(columns, items)
-    return low / reach <= items <= high * reach and all(
-        columns[count][0][0] / reach <= tokens <= columns[count][-1][0] * reach for count in (low, high)
-    )
-
-
-def _time(columns: Columns, tokens: float, items: int) -> float:
-    low, high = _around(columns, items)
-    below = _column(columns[low], tokens)
-    if low == high:  # beyond the most items time grows with them; the fewest do not fill the device
-        return below * max(items / high, 1.0)
-    above = _column(columns[high], tokens)
-    return below + (above - below) * (items - low) / (high - low)
-
-
-def _column(points: Sequence[tuple[float, float]], tokens: float) -> float:
+def _column(points: Points, tokens: float) -> float:
     """Seconds at so many tokens; the first time for fewer, for more along the last two."""
     i = bisect_left(points, (tokens, 0.0))
     if i == 0:

@@ -241,8 +241,14 @@ def _torch_name(device: Device) -> str:
     return str(cuda.get_device_name(device.index))
 
 
+generation = object()
+"""Another one whenever tables are read anew."""
+
+
 def forget() -> None:
     """Read tables anew: one was written, or the configuration changed."""
+    global generation
+    generation = object()
     table_for.cache_clear()
     _torch_name.cache_clear()
 

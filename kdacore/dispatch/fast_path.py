@@ -9,23 +9,32 @@ compares strides as well.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from kdacore import plugin_faults
+from kdacore.contract.lengths import family_of, has_families
+from kdacore.dispatch.new_lengths import CallFamily
 from kdacore.ops import OPS
 from kdacore.types import Outputs
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Adapter, ArrayTest, Run
+    from kdacore.arrays.base import Adapter, ArrayTest, FamilyTest, Run
+    from kdacore.dispatch.new_lengths import ShapesOf
     from kdacore.dispatch.plan import Plan
+    from kdacore.dispatch.selection import Policy
     from kdacore.types import FastCall, Request
 
 _PLAIN_OPTIONS = (type(None), bool, int, float)
 _MAX_CALLS = 4
 """Calls kept for each op: a model has few shapes at a time, and every one is tested in turn."""
 
+
+_MAX_FAMILIES = 8
+"""Families kept for each op."""
 
 _MAX_FAST_CALLS = 2
 """Backend fast paths kept for one plan, each for arrays of certain strides; other strides share the plan alone."""
@@ -54,24 +63,57 @@ def matcher(
     inputs: Any, options: tuple[Any, ...], array_test: ArrayTest, same_strides: bool
 ) -> Matcher | None:
     """A function of an op's arrays and options: are they like these? Written out, since a loop would take as long."""
-    arrays = {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+    arrays = _given(inputs)
     found = array_test(arrays, same_strides)
-    if found is None or not all(is_plain(x) for x in options):
+    return None if found is None else _written_out(inputs, options, *found, "{}")
+
+
+def shapes_of(inputs: Any, options: tuple[Any, ...], family_test: FamilyTest) -> ShapesOf | None:
+    """A function of an op's arrays and options: the shapes of the arrays, where the call differs from this one in
+    lengths alone."""
+    arrays = _given(inputs)
+    found = family_test(arrays)
+    shapes = "".join([f"{name}.shape, " for name in arrays])
+    return None if found is None else _written_out(inputs, options, *found, f"({shapes}) if {{}} else None")
+
+
+def _given(inputs: Any) -> dict[str, Any]:
+    return {name: x for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+
+
+def _written_out(
+    inputs: Any, options: tuple[Any, ...], expression: str, values: dict[str, Any], answer: str
+) -> Any:
+    """A function that tests a call's options and, by ``expression``, its arrays. None where the options cannot be
+    written out.
+
+    Args:
+        inputs: of the call that others are to be like.
+        options: its options.
+        expression: true of arrays like its.
+        values: that the expression uses.
+        answer: what the function returns, an expression with ``{}`` for the whole test.
+    """
+    if not all(is_plain(x) for x in options):
         return None
-    expression, values = found
     names = [f"option_{i}" for i in range(len(options))]
     tests = [_is(name, x) for name, x in zip(names, options, strict=True)]
-    tests += [f"{name} is None" for name in inputs._fields if name not in arrays]
+    tests += [f"{name} is None" for name, x in zip(inputs._fields, inputs, strict=True) if x is None]
     source = [
         "def matches(arrays, options):",
         f"    {', '.join(inputs._fields)}, = arrays",
         f"    {', '.join(names)}, = options" if names else "",
-        f"    try: return {' and '.join((*tests, expression))}",
-        "    except AttributeError: return False",  # something else than an array: validation names it
+        f"    try: return {answer.format(' and '.join((*tests, expression)))}",
+        "    except AttributeError: return None",  # something else than an array: validation names it
     ]
-    exec("\n".join(source), values)
-    matches: Matcher = values["matches"]
-    return matches
+    exec(_compiled("\n".join(source)), values)
+    return values["matches"]
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    """Calls that differ in values alone, shapes for example, have the same source, and compiling it takes long."""
+    return compile(source, "<recognises a call>", "exec")
 
 
 def _is(name: str, value: Any) -> str:
@@ -97,13 +139,53 @@ class FastPath:
         self._adapter = adapter
         self.calls: dict[str, tuple[SeenCall, ...]] = {}
         """Calls that are kept, by op, in the order in which they are tested."""
+        self.families: dict[str, tuple[CallFamily, ...]] = {}
+        """Calls whose lengths change, by op."""
         self._once: dict[str, tuple[Plan, ...]] = {}
         """Plans whose call has come once."""
+        self._new: dict[str, tuple[Hashable, ...]] = {}
+        """Families of which one plan was made the ordinary way."""
 
     def clear(self) -> None:
         """Forget every call (the backends or the configuration changed)."""
         self.calls.clear()
+        self.families.clear()
         self._once.clear()
+        self._new.clear()
+
+    def plan_of(
+        self, op: str, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any
+    ) -> tuple[Plan, Run] | None:
+        """The plan of a call that differs from others in lengths alone, and what runs it.
+
+        Raises:
+            UnsupportedError: no backend, or not the forced one, can serve a call of these lengths.
+        """
+        for calls in self.families.get(op, ()):
+            if asked == calls.asked:
+                shapes = calls.shapes_of(arrays, options)
+                if shapes is not None:
+                    plan = calls.plan_of(shapes)
+                    return None if plan is None else (plan, calls.run)
+        return None
+
+    def note_new(
+        self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan, policy: Policy
+    ) -> None:
+        """Take note of a plan that was made the ordinary way. Of the second one of a family on, calls are recognised
+        that differ from it in lengths alone."""
+        if not has_families(plan.request) or plan.differentiated is not None:
+            return
+        key = asked, family_of(plan.request)
+        known = self._new.get(op, ())
+        if key not in known:
+            self._new[op] = (key, *known[: _MAX_FAMILIES - 1])
+            return
+        family_test = self._adapter.family_test
+        found = family_test and shapes_of(inputs, options, family_test)
+        if found:
+            calls = CallFamily(plan, policy, asked, found, self._adapter.runner(plan, inputs))
+            self.families[op] = (calls, *self.families.get(op, ())[: _MAX_FAMILIES - 1])
 
     def note(self, op: str, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
         """Take note of a call that ``plan`` served the ordinary way."""

@@ -16,9 +16,10 @@ from typing import Any
 
 from kdacore import config, contract, plugin_faults
 from kdacore.arrays import Adapter
+from kdacore.arrays.base import Outline
 from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
-from kdacore.ops import OpDef
+from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Backend, FastCall, OpImpl, Reason, Request, Selection
 
@@ -32,12 +33,12 @@ class Plan:
         "backend",
         "check",
         "differentiated",
-        "fast_path",
         "fast_results_checked",
         "forward",
         "impl",
         "inputs",
         "joined",
+        "make_fast_path",
         "request",
         "results_checked",
         "run",
@@ -67,12 +68,11 @@ class Plan:
         self.check = _check_of(request, self.validate)
         """``check(request, inputs, adapter)``: reads values at every call and raises ContractError. None where none
         are read."""
-        make: Callable[[Request, Any], FastCall | None] | None = self.impl.fast_path
+        make: Callable[..., FastCall | None] | None = self.impl.fast_path
         if request.needs_grad:
-            joined = None if self.impl.fast_gradients is None else adapter.fast_gradients
-            make = None if joined is None else functools.partial(joined, self)
-        unoffered = make is None or self.check is not None
-        self.fast_path = None if unoffered else functools.partial(_offered, self, make)
+            make = None if self.impl.fast_gradients is None else adapter.fast_gradients
+        self.make_fast_path = None if self.check is not None else make
+        """The backend's ``fast_path``, or with gradients the adapter's; None where it has none."""
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
@@ -82,6 +82,38 @@ class Plan:
         self.results_checked = False
         self.fast_results_checked = False
         self._grads_checked = False
+
+    def of_other_lengths(self, request: Request, chosen: Selection) -> Plan:
+        """The plan of a call that differs from this plan's in lengths alone."""
+        if chosen.backend != self.backend.name:
+            return Plan(OPS[request.op], request, chosen, self.adapter)
+        plan: Plan = Plan.__new__(Plan)
+        plan.request = request
+        plan.selection = chosen
+        plan.inputs = self.inputs
+        plan.adapter = self.adapter
+        plan.backend = self.backend
+        plan.impl = self.impl
+        plan.forward = self.forward
+        plan.run = self.run
+        plan.validate = self.validate
+        plan.check = self.check
+        plan.make_fast_path = self.make_fast_path
+        plan.writes = self.writes
+        plan.joined = None
+        plan.differentiated = None
+        plan.results_checked = plan.fast_results_checked = plan._grads_checked = False
+        return plan
+
+    @property
+    def fast_path(self) -> Callable[[Request, Any], FastCall | None] | None:
+        """What offers a fast path for calls of this plan; None where nothing does."""
+        make = self.make_fast_path
+        if make is None:
+            return None
+        if self.request.needs_grad:
+            make = functools.partial(make, self)
+        return functools.partial(_offered, self, make)
 
     def record(self) -> None:
         """Note the selection in every :func:`record_selections` around."""
@@ -328,15 +360,17 @@ def cached_plan(
     return found
 
 
-def execute(plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any]) -> Any:
-    """Run a plan: check the values that are read, record it, and go."""
+def execute(
+    plan: Plan, inputs: Any, run: Callable[[Plan, Any], Any], given: list[Outline] | None = None
+) -> Any:
+    """Run a plan: check the values that are read, record it, and go. ``given``: outlines of the arrays, if known."""
     if plan.check is not None:
         plan.check(plan.request, inputs, plan.adapter)
     plan.record()
     if plan.results_checked:
         return run(plan, inputs)
     outputs = run(plan, inputs)
-    results.check_results(plan, inputs, outputs)
+    results.check_results(plan, inputs, outputs, given=given)
     plan.results_checked = True
     return outputs
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore import plugin_faults
-from kdacore.arrays import adapter_of, memory_of
+from kdacore.arrays import adapter_of, exact_memory, extent_of, memory_of, outlines
+from kdacore.arrays.base import ADAPTERS
 from kdacore.errors import PluginError
 from kdacore.ops import OPS
 from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
 from kdacore.types import GateGrads, InputGrads, Outputs, Request
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Memory
+    from kdacore.arrays.base import Extent, Outline
 
 
 class Expected(NamedTuple):
@@ -93,22 +94,38 @@ def _error(backend: str, text: str, request: Request) -> PluginError:
     return PluginError(f"backend {backend!r}: {text}{plugin_faults.may_have_written(_written(request))}")
 
 
-def check_results(plan: Any, inputs: Any, results: Any, function: str = "forward") -> None:
+def check_results(
+    plan: Any,
+    inputs: Any,
+    results: Any,
+    function: str = "forward",
+    given: list[Outline] | None = None,
+) -> None:
     """Check the results of a plan's forward.
+
+    Args:
+        plan: of the call.
+        inputs: its arrays.
+        results: what the function returned.
+        function: its name, for the error.
+        given: outlines of the arrays, where they are known.
 
     Raises:
         PluginError: naming the backend and the result.
     """
     request: Request = plan.request
+    if isinstance(results, Outputs):
+        named = {"o": results[0], "final_state": results[1], "checkpoints": results[2]}
+    else:
+        named = results._asdict() if hasattr(results, "_asdict") else {_SINGLE[request.op]: results}
     expected = {e.name: e for e in expected_results(request, inputs)}
-    named = results._asdict() if hasattr(results, "_asdict") else {_SINGLE[request.op]: results}
-    named.pop("saved", None)
     for name, x in named.items():
-        _check(plan, function, name, x, expected.get(name))
+        if x is not None or name in expected:
+            _check(plan, function, name, x, expected.get(name))
     written = {"o": "out"} if request.has("out") else {}
     if request.inplace_state:
         written["final_state"] = request.written_pool
-    _check_memory(plan, function, named, inputs, written)
+    _check_memory(plan, function, named, inputs, written, given)
 
 
 def check_fast_results(plan: Any, arrays: Any, results: Any, *, saves: bool = False) -> None:
@@ -156,12 +173,15 @@ def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...]
             f"wanted kdacore.types.{wanted.__name__}"
         )
     named = {}
+    specs = dict(request.tensors)
     for i, (name, grad) in enumerate(zip(grads._fields, grads, strict=True)):
-        x = getattr(inputs, name)
-        spec = None if x is None or not (needed is None or needed[i]) else request.spec(name)
-        expected = None if spec is None else Expected(name, spec.shape, (spec.dtype,))
-        named[f"gradient of {name}"] = grad
-        _check(plan, "backward", f"gradient of {name}", grad, expected)
+        expected = None
+        if getattr(inputs, name) is not None and (needed is None or needed[i]):
+            spec = specs[name]
+            expected = Expected(name, spec.shape, (spec.dtype,))
+        if grad is not None or expected is not None:
+            named[f"gradient of {name}"] = grad
+            _check(plan, "backward", f"gradient of {name}", grad, expected)
     _check_memory(plan, "backward", named, inputs, {})
 
 
@@ -172,15 +192,22 @@ def _check(plan: Any, function: str, name: str, x: Any, expected: Expected | Non
 
 
 def _check_memory(
-    plan: Any, function: str, named: dict[str, Any], inputs: Any, written: dict[str, str]
+    plan: Any,
+    function: str,
+    named: dict[str, Any],
+    inputs: Any,
+    written: dict[str, str],
+    given: list[Outline] | None = None,
 ) -> None:
     if plan.adapter.immutable:
         return
-    if problem := memory_problem(named, inputs, written):
+    if problem := memory_problem(named, inputs, written, given):
         raise _error(plan.backend.name, f"{function} of {plan.request.op}: {problem}", plan.request)
 
 
-def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) -> str:
+def memory_problem(
+    named: dict[str, Any], inputs: Any, written: dict[str, str], given: list[Outline] | None = None
+) -> str:
     """A result that has no memory of its own, in words: what a caller does to it would change an input, another result,
     or more elements than one. Empty when there is none.
 
@@ -188,24 +215,36 @@ def memory_problem(named: dict[str, Any], inputs: Any, written: dict[str, str]) 
         named: results by name.
         inputs: the call's arrays, a named tuple.
         written: names of results that are an argument, which the call writes, to the argument's name.
+        given: the arrays' outlines, where they are known.
     """
-    given = {name: memory for name in inputs._fields if (memory := memory_of(getattr(inputs, name)))}
-    before: dict[str, Memory] = {}
+    if given is None:
+        given = outlines(inputs)
+    before: list[Outline] = []
     for name, x in named.items():
-        memory = memory_of(x)
-        if memory is None:
+        extent = extent_of(x)
+        if extent is None:
             continue
         argument = written.get(name)
         if argument is not None:
-            if memory != given.get(argument):
+            theirs = getattr(inputs, argument)
+            if x is not theirs and memory_of(x) != memory_of(theirs):
                 return f"{name}: got other memory than that of {argument!r}, which the call writes"
-        elif memory.overlaps_itself():
+        elif not extent[2] and exact_memory(x).overlaps_itself():
             return f"{name}: got memory that overlaps itself; wanted memory of its own for each element"
-        elif shared := next((other for other, theirs in given.items() if memory.overlaps(theirs)), None):
+        elif shared := _sharing(x, extent, given):
             return f"{name}: got memory of the argument {shared!r}; wanted memory of its own"
-        elif shared := next((other for other, theirs in before.items() if memory.overlaps(theirs)), None):
+        elif shared := _sharing(x, extent, before):
             return f"{name}: got memory of the {shared}; wanted memory of its own"
-        before[name] = memory
+        before.append((name, x, extent))
+    return ""
+
+
+def _sharing(x: Any, extent: Extent, others: list[Outline]) -> str:
+    """The name of the first of some arrays that shares a byte with one; empty when none does."""
+    first, end, _ = extent
+    for name, y, (start, stop, _) in others:
+        if start < end and first < stop and exact_memory(x).overlaps(exact_memory(y)):
+            return name
     return ""
 
 
@@ -215,7 +254,7 @@ def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
         return "" if x is None else "returned, but the call did not ask for it"
     if x is None:
         return "the call asks for it, and it is None"
-    adapter = adapter_of(x)
+    adapter = ADAPTERS.get(type(x)) or adapter_of(x)
     if adapter is None or adapter.kind != request.kind:
         return f"got {type(x).__module__}.{type(x).__qualname__}; wanted a {request.kind} array"
     spec = adapter.spec(x)
@@ -224,8 +263,11 @@ def problem_of(request: Request, x: Any, expected: Expected | None) -> str:
     if spec.dtype not in expected.dtypes:
         return f"got dtype {spec.dtype}; wanted {' or '.join(expected.dtypes)}"
     # JAX may spread a result over several devices, of which one is compared.
-    if adapter.placed(x) and request.kind != "jax" and adapter.device(x) != request.device:
-        return f"got an array on {adapter.device(x)}; wanted one on {request.device}"
+    if request.kind == "jax" or not adapter.placed(x):
+        return ""
+    where = adapter.device(x)
+    if where is not request.device and where != request.device:
+        return f"got an array on {where}; wanted one on {request.device}"
     return ""
 
 

@@ -52,6 +52,16 @@ SHAPES: dict[str, tuple[Axis, ...]] = {
     "h": ("B", "chunks", "HV", "K", "V"),
 }
 
+_LENGTHS = frozenset(
+    {"B", "T", "N", "rows", "slots", "write_slots", "write_rows", "checkpoints", "chunks", "offsets"}
+)
+"""Axes that change from one step of a server to the next, while the model stays the same."""
+LENGTH_AXES: dict[str, int] = {
+    name: next((i for i, axis in enumerate(axes) if axis not in _LENGTHS), len(axes))
+    for name, axes in SHAPES.items()
+}
+"""How many axes of each argument, all in front, are lengths."""
+
 
 def shape_of(argument: str, sizes: Mapping[Axis, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of one argument. ``sizes``: what each axis stands for in this call."""

@@ -11,8 +11,9 @@ import torch
 
 import kdacore
 from kdacore import config
+from kdacore.arrays import extent_of, memory_of
+from kdacore.arrays.base import Memory
 from kdacore.calls.values import to_kind
-from kdacore.contract.aliasing import Memory
 
 B, T, H, K, V = 2, 3, 2, 16, 16
 BACKENDS = [("reference", "numpy"), ("reference", "torch"), ("triton", "torch"), ("xla", "numpy")]
@@ -209,6 +210,28 @@ def test_the_geometry() -> None:
             assert memory(views[0]).overlaps_itself()
     for x in (base.reshape(4, 10, 10), base.reshape(4, 10, 10).transpose(2, 0, 1)[::-1, :, ::3], base[:1]):
         assert not memory(x).overlaps_itself()
+
+
+def test_extents_are_the_bounds() -> None:
+    import torch
+
+    rng = np.random.default_rng(6)
+    base = np.zeros(400, np.float32)
+    for _ in range(300):
+        shape = tuple(int(n) for n in rng.integers(1, 4, 3))
+        strides = tuple(int(s) for s in rng.integers(0, 13, 3))
+        view = np.lib.stride_tricks.as_strided(base[7:], shape, tuple(4 * s for s in strides))
+        for x in (view, torch.as_strided(torch.from_numpy(base)[7:], shape, strides)):
+            extent, memory = extent_of(x), memory_of(x)
+            assert extent is not None and memory is not None
+            assert extent[:2] == memory.bounds()
+            if extent[2]:
+                assert not memory.overlaps_itself()
+                assert extent[1] - extent[0] == x.nbytes
+    assert extent_of(base.reshape(4, 100)) == (base.ctypes.data, base.ctypes.data + base.nbytes, True)
+    assert (
+        extent_of(base[:0]) is extent_of(torch.zeros(0)) is extent_of(torch.zeros(3, device="meta")) is None
+    )
 
 
 def _addresses(m: Memory) -> Any:

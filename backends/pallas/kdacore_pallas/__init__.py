@@ -20,6 +20,7 @@ from kdacore.ops import (
     STAGE_FEATURES,
 )
 from kdacore.types import Backend, OpImpl, Reason, Request, Requirement, Verifier
+from kdacore.verifiers import reads_no_lengths
 
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)
@@ -54,6 +55,7 @@ def _tpu_verifiers(*names: str) -> tuple[Verifier, ...]:
 # --- verifiers of xla: here, as every NumPy call asks them ---------------------------------------
 
 
+@reads_no_lengths
 def no_float64(request: Request) -> Reason | None:
     """float64 needs JAX's x64 mode and gains nothing here: the reference backend serves it."""
     used = {request.dtype, request.state_dtype}
@@ -63,6 +65,7 @@ def no_float64(request: Request) -> Reason | None:
     return None
 
 
+@reads_no_lengths
 def host_arrays_on_cpu(request: Request) -> Reason | None:
     """NumPy and torch callers are served by JAX's CPU device, so their arrays must be there."""
     if request.kind != "jax" and request.device.type != "cpu":
@@ -72,6 +75,7 @@ def host_arrays_on_cpu(request: Request) -> Reason | None:
     return None
 
 
+@reads_no_lengths
 def not_captured(request: Request) -> Reason | None:
     """JAX cannot run inside another framework's trace."""
     if request.kind == "torch" and request.traced:

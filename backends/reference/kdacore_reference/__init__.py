@@ -18,8 +18,10 @@ from kdacore.ops import (
     STAGE_FEATURES,
 )
 from kdacore.types import Backend, OpImpl, Reason, Request
+from kdacore.verifiers import reads_no_lengths
 
 
+@reads_no_lengths
 def not_traced(request: Request) -> Reason | None:
     """Lengths, indices and gates are read as values, which a JAX tracer does not have."""
     if request.kind == "jax" and request.traced:
@@ -43,6 +45,7 @@ _READ_ON_HOST = (
 )
 
 
+@reads_no_lengths
 def has_values(request: Request) -> Reason | None:
     """Offsets and indices are read as values, which torch's meta tensors lack. All other arrays may
     be meta tensors."""

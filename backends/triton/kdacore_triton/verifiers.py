@@ -61,6 +61,7 @@ def triton_version() -> tuple[int, ...]:
         return ()
 
 
+@common.reads_no_lengths
 def compiler(request: Request) -> Reason | None:
     """On architectures with tensor memory, training and chunk calls of float32 need a Triton that compiles them."""
     if _sm(request.device.arch) not in TENSOR_MEMORY:
@@ -78,13 +79,14 @@ def compiler(request: Request) -> Reason | None:
     )
 
 
+@common.reads_no_lengths
 def dtypes(request: Request) -> Reason | None:
     """16- and 32-bit floats everywhere; float64 is left to the reference backend."""
     if request.dtype not in FLOATS:
         return Reason("dtype", "takes 16- and 32-bit floats", request.dtype, " or ".join(FLOATS))
     for name, spec in request.tensors:
         if spec.dtype == "float64":
-            return Reason("dtype", f"takes no float64 {name}", str(spec), " or ".join(FLOATS))
+            return Reason("dtype", f"takes no float64 {name}", spec.dtype, " or ".join(FLOATS))
     return None
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kdacore import device as probes
-from kdacore.arrays.base import ADAPTERS
-from kdacore.arrays.torch.fast_path import tensor_test
+from kdacore.arrays.base import ADAPTERS, Memory
+from kdacore.arrays.torch.fast_path import family_test, tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
 from kdacore.arrays.torch.tensor_views import PLAIN, problem_of, refuse_subclasses, resolve
 from kdacore.errors import ContractError
@@ -22,7 +22,7 @@ from kdacore.ops import OPS, OpDef
 from kdacore.types import ArrayKind, Device, FastCall, GateInputs, Outputs, Request, TensorSpec
 
 if TYPE_CHECKING:
-    from kdacore.arrays.base import Plan, Run
+    from kdacore.arrays.base import Extent, Plan, Run
 
 _DTYPES = {
     torch.float32: "float32",
@@ -43,6 +43,7 @@ class _TorchAdapter:
 
     def __init__(self) -> None:
         self.array_test = tensor_test
+        self.family_test = family_test
         self.fast_path: Any = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
@@ -138,6 +139,18 @@ class _TorchAdapter:
             return None
         size = x.element_size()
         return address, tuple(x.shape), tuple([size * s for s in x.stride()]), size
+
+    def extent(self, x: Any) -> Extent | None:
+        try:
+            address = x.data_ptr()
+        except RuntimeError:  # there is no address: another layout, or a tensor of a transform
+            memory = self.memory(x)
+            return None if memory is None else (*Memory(*memory).bounds(), False)
+        if not address:
+            return None
+        if x.is_contiguous():
+            return address, address + x.nbytes, True
+        return (*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
     def fast_gradients(self, plan: Plan, request: Request, inputs: Any) -> FastCall | None:
         from kdacore.arrays.torch import fast_gradients  # here: as for autograd in _run

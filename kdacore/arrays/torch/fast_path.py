@@ -22,24 +22,42 @@ except ImportError:
 
 def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
     """See :data:`kdacore.arrays.base.ArrayTest`."""
+    return _test(arrays, same_strides, same_sizes=True)
+
+
+def family_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """See :data:`kdacore.arrays.base.FamilyTest`. Tensors without memory take the ordinary path, which names those that
+    should have some."""
+    found = _test(arrays, same_strides=False, same_sizes=False)
+    if found is None:
+        return None
+    expression, values = found
+    return " and ".join([expression, *[f"{name}.untyped_storage().data_ptr()" for name in arrays]]), values
+
+
+def _test(arrays: dict[str, Any], same_strides: bool, same_sizes: bool) -> tuple[str, dict[str, Any]] | None:
     if TensorGuards is None or not all(
         type(x) in (torch.Tensor, torch.nn.Parameter) for x in arrays.values()
     ):
         return None
     # The check takes no tensor twice, and calls may: one index array for the rows that are read and written, say.
-    again = {
-        name: first
-        for i, (name, x) in enumerate(arrays.items())
-        if (first := next((n for n, y in list(arrays.items())[:i] if y is x), None)) is not None
-    }
-    same = "".join([f"{name} is {first} and " for name, first in again.items()])
-    arrays = {name: x for name, x in arrays.items() if name not in again}
-    free: Any = None
+    first: dict[int, str] = {}
+    same = ""
+    for name, x in arrays.items():
+        known = first.setdefault(id(x), name)
+        if known != name:
+            same += f"{name} is {known} and "
+    if same:
+        arrays = {name: arrays[name] for name in first.values()}
+    sizes: Any = None if same_sizes else [[None] * x.dim() for x in arrays.values()]
+    strides: Any = None
     if not same_strides:
-        free = [
-            list(x.stride()) if name in WRITABLE_ARGUMENTS else [None] * x.dim() for name, x in arrays.items()
-        ]
-    guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=None, dynamic_dims_strides=free)
+        strides = [[None] * x.dim() for x in arrays.values()]
+        # Those of what is written are compared with those that were checked, where sizes are too.
+        for i, (name, x) in enumerate(arrays.items()) if same_sizes else ():
+            if name in WRITABLE_ARGUMENTS:
+                strides[i] = list(x.stride())
+    guards = TensorGuards(*arrays.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     # Dual tensors look like others to the check, and it ends the process at a nested tensor, whose sizes raise in C++.
     nested = " or ".join(f"{name}.is_nested" for name in arrays)
     # A tensor made in inference mode has the keys outside that a plain one has inside, and must not be written there.

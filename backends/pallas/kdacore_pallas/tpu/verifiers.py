@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from kdacore import config
 from kdacore.types import Reason, Request
+from kdacore.verifiers import reads_no_lengths
 from kdacore_pallas.tpu import vmem
 from kdacore_pallas.tpu.sizes import chunk_steps, step_words
 
@@ -18,6 +19,7 @@ def interpreted() -> bool:
     return config.get().pallas_interpret
 
 
+@reads_no_lengths
 def on_tpu(request: Request) -> Reason | None:
     """A TPU, or interpret mode."""
     if request.device.type != "tpu" and not interpreted():
@@ -26,6 +28,7 @@ def on_tpu(request: Request) -> Reason | None:
     return None
 
 
+@reads_no_lengths
 def known_generation(request: Request) -> Reason | None:
     """A TPU whose memory sizes are known."""
     if request.device.type == "tpu" and request.device.arch not in vmem.VMEM:
@@ -33,6 +36,7 @@ def known_generation(request: Request) -> Reason | None:
     return None
 
 
+@reads_no_lengths
 def tpu_dtype(request: Request) -> Reason | None:
     """TPUs have no float16."""
     used = {"inputs": request.dtype, "states": request.state_dtype}
@@ -46,6 +50,7 @@ def tpu_dtype(request: Request) -> Reason | None:
     return None
 
 
+@reads_no_lengths
 def tile_alignment(request: Request) -> Reason | None:
     """Head dims fill whole sublanes."""
     bad = [f"{n}={d}" for n, d in (("K", request.K), ("V", request.V)) if d % 8 or d > LARGEST]

@@ -7,6 +7,8 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from kdacore_cuda.runtime.driver import Driver, driver
@@ -14,6 +16,12 @@ from kdacore_cuda.runtime.launcher import STREAM_OFFSET, Launcher, Loaded, put_s
 
 Start = Callable[[int, tuple[Any, ...]], None]
 """``start(stream, values)`` launches on a stream, with the values that change from call to call."""
+
+
+@cache
+def _packing(text: str) -> Callable[..., None]:
+    """What packs values in this format. Native sizes: standard ones convert twice."""
+    return struct.Struct(text).pack_into
 
 
 class Prepacked(NamedTuple):
@@ -77,7 +85,8 @@ class PrepackedLauncher:
         Raises as :meth:`__call__`.
         """
         loaded = self.launcher.load(device, arch, grid)
-        packed = self.launcher.params.packer.pack(*self.all_values((0,) * len(self.per_call)))
+        params = self.launcher.params
+        packed = params.packer.pack(*map(self.fixed.get, params.offsets, repeat(0)))
         buffer = ctypes.create_string_buffer(packed, len(packed))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         pack, offset = self._packer(packed)
@@ -111,4 +120,4 @@ class PrepackedLauncher:
                 )
             text += f"{offset - end}xq"
             end = offset + 8
-        return struct.Struct(text).pack_into, offsets[0]  # native sizes: standard ones convert twice
+        return _packing(text), offsets[0]

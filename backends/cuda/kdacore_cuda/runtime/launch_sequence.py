@@ -132,17 +132,12 @@ class LaunchSequence:
         prepared = launcher.prepare(planned.grid, device, arch)
         chosen, (handle, config, config_address, _), buffer, offset, pack, pointers = prepared
         launch, lock, pointers_address = chosen.launch, threading.Lock(), ctypes.addressof(pointers)
-        places = [self.names.index(planned.arrays[field][0]) for field in launcher.per_call]
-        take: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*places)
-        if len(places) == 1:
-            (place,) = places
-
-            def take(addresses: tuple[int, ...]) -> tuple[int, ...]:
-                return (addresses[place],)
+        names = tuple(planned.arrays[field][0] for field in launcher.per_call)
+        take = None if names == self.names else _taking(names, self.names)
 
         def start(stream: int, *addresses: int) -> None:
             with lock:  # the driver has copied both buffers when the call returns
-                pack(buffer, offset, *take(addresses))
+                pack(buffer, offset, *(addresses if take is None else take(addresses)))
                 put_stream(config, STREAM_OFFSET, stream)
                 code = launch(config_address, handle, pointers_address, None)
                 if code:
@@ -150,6 +145,12 @@ class LaunchSequence:
 
         start.kept = prepared  # type: ignore[attr-defined]  # the driver reads it at every launch
         return start
+
+
+def _taking(names: tuple[str, ...], given: tuple[str, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """What takes the addresses of some arrays out of those that a call gives."""
+    places = [given.index(name) for name in names]
+    return itemgetter(*places) if len(places) > 1 else lambda addresses: (addresses[places[0]],)
 
 
 def _in_order(launch: PlannedLaunch) -> tuple[str, ...]:

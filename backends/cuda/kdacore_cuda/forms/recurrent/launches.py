@@ -19,12 +19,12 @@ _ARGUMENTS = {
 }
 """Field of the kernels' parameters -> argument."""
 
-NAMES = (
-    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o", "initial_state", "final_state"),
-    *("state_indices", "num_accepted_tokens", "has_initial_state", "write_indices"),
-)
-"""The arrays whose addresses a call from torch gives, in this order. ``final_state``: where states are written, the
-pool where that is done in place."""
+_ALL = {**_ARGUMENTS, "o": "o", "ht": "final_state", "writes": "write_indices"}
+_OF_TORCH = {name: (_ALL[name], 0) for name, _ in RECURRENT.fields if name in _ALL}
+NAMES = tuple(name for name, _ in _OF_TORCH.values())
+"""The arrays whose addresses a call from torch gives, in the order of the parameters; 0 for an absent one.
+``final_state``: where states are written, the pool where that is done in place. ``write_indices``: the rows that are
+written, ``state_indices`` where those are the rows read."""
 _MAX_LAYOUTS = 64
 """Layouts of arrays that are kept for one request."""
 
@@ -107,6 +107,7 @@ def sequence_of(r: Request, strides: tuple[int, ...], rows: tuple[int, int], ali
         if len(plan.sequences) >= _MAX_LAYOUTS:
             plan.sequences.clear()
         mode = plan.mode if aligned and strides == plan.strides else RecurrentMode.GENERAL
-        found = LaunchSequence((launch_of(r, strides, rows, mode),), NAMES)
+        launch = launch_of(r, strides, rows, mode)._replace(arrays=_OF_TORCH)
+        found = LaunchSequence((launch,), NAMES)
         plan.sequences[layout] = found
     return found

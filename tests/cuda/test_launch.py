@@ -239,6 +239,44 @@ def test_a_sequence_makes_its_launches_in_order(stub: Path, monkeypatch: pytest.
             wanted[0]["q"], wanted[1]["k"] = q, q + 16
 
 
+@pytest.mark.parametrize(
+    ("arrays", "names"),
+    [
+        ({"q": ("q", 0), "o": ("o", 0)}, ("q", "o")),
+        ({"q": ("q", 0), "o": ("o", 0)}, ("absent", "o", "q")),
+        ({"q": ("q", 0), "k": ("q", 0)}, ("o", "q")),
+        ({"o": ("o", 0)}, ("q", "o")),
+    ],
+    ids=["in order", "out of order", "one array twice", "one array"],
+)
+def test_a_sequence_of_one_launch(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, arrays: dict[str, tuple[str, int]], names: tuple[str, ...]
+) -> None:
+    """No function is written for it; the driver receives the same."""
+    library = ctypes.CDLL(str(stub))
+    sequence = LaunchSequence(
+        (PlannedLaunch("one", make(stub, monkeypatch), 3, arrays, {"T": 5, "scale": 0.5}),), names
+    )
+    with monkeypatch.context() as without:
+        without.setattr("builtins.exec", None)
+        start = sequence.start_for(0, "sm_90a")
+    for stream, q, o in ((0x55, 2**47 + 16, 2**46), (0, 16, 32)):
+        at = {"q": q, "o": o, "absent": 0}
+        start(stream, *(at[name] for name in names))
+        wanted = {field: at[name] for field, (name, _) in arrays.items()} | {"T": 5, "scale": 0.5}
+        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
+        assert RECURRENT.packer.unpack(seen) == tuple(wanted.get(name, 0) for name, _ in RECURRENT.fields)
+        assert ctypes.c_uint.in_dll(library, "grid").value == 3
+        assert (ctypes.c_void_p.in_dll(library, "on_stream").value or 0) == stream
+    fail = ctypes.c_int.in_dll(library, "fail")
+    fail.value = 3
+    try:
+        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
+            start(0, *(16 for _ in names))
+    finally:
+        fail.value = 0
+
+
 def test_a_sequence_in_a_thread_without_a_context(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = ctypes.CDLL(str(stub))
     nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")

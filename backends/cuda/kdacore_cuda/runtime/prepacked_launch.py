@@ -38,8 +38,7 @@ class Prepacked(NamedTuple):
 
 
 class PrepackedLauncher:
-    """A kernel most of whose parameters are the same in every call. They are packed on the first
-    launch.
+    """A kernel most of whose parameters are the same in every call. They are packed in advance.
 
     Args:
         launcher: the kernel.
@@ -50,29 +49,6 @@ class PrepackedLauncher:
 
     def __init__(self, launcher: Launcher, per_call: tuple[str, ...], fixed: Mapping[str, float]) -> None:
         self.launcher, self.per_call, self.fixed = launcher, per_call, dict(fixed)
-        self._starts: dict[tuple[int, int, str], Start] = {}
-
-    def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-        """As :meth:`kdacore_cuda.runtime.launcher.Launcher.__call__`; ``values`` are those of the
-        ``per_call`` fields.
-
-        Raises:
-            BackendBuildError, DriverError: as there.
-            ValueError: ``per_call`` is not in the struct's order, or a field between two of them is
-                not 0.
-        """
-        self.start_for(grid, device, arch)(stream, values)
-
-    def start_for(self, grid: int, device: int, arch: str) -> Start:
-        """The launch of ``grid`` blocks on ``device`` (of ``arch``), with nothing left to look up.
-
-        ``device`` must be current when this is called and when the launch is. Raises as
-        :meth:`__call__`.
-        """
-        start = self._starts.get((grid, device, arch))
-        if start is None:
-            start = self._starts[grid, device, arch] = self._make_start(grid, device, arch)
-        return start
 
     def all_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of the whole struct, given those of a call."""
@@ -82,7 +58,7 @@ class PrepackedLauncher:
     def prepare(self, grid: int, device: int, arch: str) -> Prepacked:
         """The launch of ``grid`` blocks with the parameters that stay in place.
 
-        Raises as :meth:`__call__`.
+        Raises as :meth:`start_for`.
         """
         loaded = self.launcher.load(device, arch, grid)
         params = self.launcher.params
@@ -92,7 +68,17 @@ class PrepackedLauncher:
         pack, offset = self._packer(packed)
         return Prepacked(driver(), loaded, buffer, offset, pack, pointers)
 
-    def _make_start(self, grid: int, device: int, arch: str) -> Start:
+    def start_for(self, grid: int, device: int, arch: str) -> Start:
+        """The launch of ``grid`` blocks on ``device`` (of ``arch``), with nothing left to look up.
+
+        ``device`` must be current when this is called and when the launch is.
+
+        Raises:
+            BackendBuildError, DriverError: as :meth:`kdacore_cuda.runtime.launcher.Launcher.__call__`; the launch
+                raises DriverError.
+            ValueError: ``per_call`` is not in the struct's order, or a field between two of them is
+                not 0.
+        """
         prepared = self.prepare(grid, device, arch)
         chosen, (handle, config, config_address, _), buffer, offset, pack, pointers = prepared
         launch, lock, pointers_address = chosen.launch, threading.Lock(), ctypes.addressof(pointers)

@@ -17,8 +17,9 @@ server's do: a pack of new tokens from a state pool, backend chosen automaticall
 backend that does nothing; lengths seen before among a thousand; decoding of a new number of sequences;
 and training steps, of which the time of an empty autograd function in the same process is taken off.
 ``--device stub`` measures the calls of new lengths and the training steps with a driver that does
-nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; decoding, also of numbers of
-sequences not seen before, and the first prefill of a process too. It reports the processor's time.
+nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; stages, decoding, also of
+numbers of sequences not seen before, and the first prefill of a process too. It reports the processor's
+time.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ rows = torch.arange(8, device=device, dtype=torch.int32)
 def call():
     return kdacore.fused_recurrent_kda(**x, initial_state=pool, state_indices=rows, inplace_state=True, **options)
 torch.set_grad_enabled(False)
+"""
+_STAGES = """
+from kdacore import stages
+import torch.nn.functional
+x = tokens(1, 64, 8)
+gc, Akk = torch.zeros(1, 64, 8, 128), rand(1, 64, 8, 64)
+torch.set_grad_enabled(False)
+def intra(): return stages.kda_chunk_intra(x["q"], x["k"], gc, x["beta"], backend=backend)
+def recompute(): return stages.kda_recompute_w_u(x["k"], x["v"], x["beta"], gc, Akk, backend=backend)
 """
 _NEW_SEQUENCES = """
 x = tokens(300, 1, 2)
@@ -307,6 +317,10 @@ def _quantities(device: str) -> dict[str, str]:
         )
         found |= {
             name: start + "import kdacore\n" + training + step + repeat for name, step in _STEPS.items()
+        }
+        found |= {
+            f"stage {name}, host": start + "import kdacore\n" + _STAGES + f"call = {name}\n" + repeat
+            for name in ("intra", "recompute")
         }
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
         found["decode H2 of a number of sequences not seen before, host"] = (

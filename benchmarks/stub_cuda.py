@@ -1,4 +1,4 @@
-"""A backend named ``stub``: ``chunk_kda`` and decoding of the cuda backend for CPU tensors; launches do nothing.
+"""A backend named ``stub``: the cuda backend for CPU tensors, whose launches do nothing.
 
 Host times of the launch paths without a GPU. ``benchmarks.host_pair --device stub`` runs this text in checkouts older
 than itself, so it uses only names that those have. What a GPU adds is missing: the driver's part of a launch (2 to
@@ -78,7 +78,7 @@ class _Plugin:
     @hookimpl
     def kdacore_backends(self) -> list[Backend]:
         real = kdacore_cuda.make_backend()
-        ops = {name: _moved(real.ops[name]) for name in ("chunk_kda", "fused_recurrent_kda")}
+        ops = {name: _moved(op) for name, op in real.ops.items()}
         return [
             dataclasses.replace(real, name=NAME, ops=ops, device_types=("cpu",), requirements=(), rank=-1)
         ]

@@ -518,11 +518,6 @@ class OpImpl:
     cost: Cost | None = None
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
-    form: Callable[[Request], str] | None = None
-    """Optional, for a backend with several ways to compute an op: the one that serves a request, and the numbers that
-    decide, in a line such as ``"segments: 8 heads, 9 segments"``. It is called where somebody asks (``explain``,
-    ``doctor``, :func:`kdacore.record_selections`), never on the way of a call. It allocates nothing and never syncs,
-    and the request's device need not be here."""
     batch_invariant: bool = False
     """Declared: a sequence gives the same bits, of results and gradients, alone, in a batch and in a pack whenever
     :attr:`Request.batch_invariant` asks for it. Other implementations are declined then, reason code
@@ -547,6 +542,11 @@ class OpImpl:
     serve a slice of a row under ``cp=``. Without them, or where it returns None, the front end composes them of calls
     of ``forward`` and ``backward``. It reads no values, like a verifier, and does not depend on the slice's place:
     every rank must get the same answer."""
+    form: Callable[[Request], str] | None = None
+    """Optional, for a backend with several ways to compute an op: the one that serves a request, and the numbers that
+    decide, in a line such as ``"segments: 8 heads, 9 segments"``. It is called where somebody asks (``explain``,
+    ``doctor``, :func:`kdacore.record_selections`), never on the way of a call. It allocates nothing and never syncs,
+    and the request's device need not be here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.stages import forward as stages
+from kdacore_cuda.kernel_parameters import RECURRENT
 
 BACKEND = "emulated"
 
@@ -170,7 +171,7 @@ def test_gradients(emulated: list[str], from_jax: Device, name: str) -> None:
     check([got.get(n) for n in want._fields], want)
 
 
-RECURRENT: dict[str, tuple[RecurrentInputs, dict[str, Any]]] = {
+CALLS: dict[str, tuple[RecurrentInputs, dict[str, Any]]] = {
     "pool": (
         RecurrentInputs(
             *draw(3, 1, 2, 4)[:7], initial_state=normal(5, 4, 128, 128), state_indices=ints(4, -1, 0)
@@ -193,9 +194,9 @@ RECURRENT: dict[str, tuple[RecurrentInputs, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", CALLS)
 def test_the_recurrent_op(emulated: list[str], from_jax: Device, name: str) -> None:
-    inputs, options = RECURRENT[name]
+    inputs, options = CALLS[name]
     got = jax.block_until_ready(
         jax.jit(function("fused_recurrent_kda", inputs, options, {}))(arrays_of(inputs))
     )
@@ -242,7 +243,7 @@ def test_the_random_calls_differ() -> None:
 
 
 def test_a_donated_pool_is_updated_in_its_memory(from_jax: Device) -> None:
-    inputs, options = RECURRENT["pool"]
+    inputs, options = CALLS["pool"]
     x = arrays_of(inputs)
     pool = x.pop("initial_state")
     call = function("fused_recurrent_kda", inputs, options, {})
@@ -258,12 +259,12 @@ def test_a_donated_pool_is_updated_in_its_memory(from_jax: Device) -> None:
     assert after.unsafe_buffer_pointer() == place and pool.is_deleted()
     jax.block_until_ready(o)
     (launched,) = from_jax.launched
-    named = dict(zip((name for name, _ in recurrent.RECURRENT.fields), launched.values, strict=True))
+    named = dict(zip((name for name, _ in RECURRENT.fields), launched.values, strict=True))
     assert named["h0"] == named["ht"] == place
 
 
 def test_a_pool_that_is_still_used_is_copied(from_jax: Device) -> None:
-    inputs, options = RECURRENT["pool"]
+    inputs, options = CALLS["pool"]
     x = arrays_of(inputs)
     before = np.array(x["initial_state"])
     _, after = jax.jit(function("fused_recurrent_kda", inputs, options, {}))(x)
@@ -391,7 +392,7 @@ def test_the_stages(emulated: list[str], from_jax: Device, name: str) -> None:
 
 
 def test_pools_are_not_differentiated(from_jax: Device) -> None:
-    inputs, options = RECURRENT["pool"]
+    inputs, options = CALLS["pool"]
     run = function("fused_recurrent_kda", inputs, options, {})
     with pytest.raises(UnsupportedError, match="has no gradients of pools and stages"):
         jax.jit(jax.grad(lambda x: run(x)[0].astype(jnp.float32).sum(), allow_int=True))(arrays_of(inputs))

@@ -23,14 +23,13 @@ from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
 from kdacore_cuda.build import packaged_cubins
 from kdacore_cuda.forms.fused import forward as fused
-from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.forms.recurrent.launches import launch_of
 from kdacore_cuda.jax import chunk as jax_chunk
 from kdacore_cuda.jax import recurrent as jax_recurrent
 from kdacore_cuda.jax import xla_handler, xla_interface
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, launch_program
 from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 
 pytestmark = pytest.mark.quick
 
@@ -201,9 +200,7 @@ def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
 
 def test_arrays_and_fields_that_do_not_exist() -> None:
     r = dataclasses.replace(_request(), device=HOPPER)
-    plan = recurrent.RecurrentPlan(r)
-    launch, grid = plan.contiguous_launch
-    step = PlannedLaunch("step", launch.launcher, grid, {"q": ("x", 0)}, {})
+    step = launch_of(r)._replace(arrays={"q": ("x", 0)}, fixed={})
     with pytest.raises(ValueError, match="an array that no call has: x"):
         make_program([step], ["q"], ["o"], "sm_90a", 90, 132)
     with pytest.raises(ValueError, match="no such fields: nothing"):

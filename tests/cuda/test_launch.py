@@ -111,6 +111,14 @@ def make_fixed(
     return prepacked_launch.PrepackedLauncher(plain, given, dict(zip(rest, last, strict=True)))
 
 
+def run(launcher: Any, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
+    """A launch by either kind of launcher."""
+    if isinstance(launcher, prepacked_launch.PrepackedLauncher):
+        launcher.start_for(grid, device, arch)(stream, values)
+    else:
+        launcher(grid, device, arch, stream, values)
+
+
 @pytest.mark.parametrize("kind", ["plain", "fixed"])
 def test_a_thread_without_a_context_gets_torchs(
     stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -123,7 +131,7 @@ def test_a_thread_without_a_context_gets_torchs(
     nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")
     nowhere.value = 1
     try:
-        launcher(5, 2, "sm_90a", 0, given)
+        run(launcher, 5, 2, "sm_90a", 0, given)
         assert current.value == 0x100 + 2
     finally:
         nowhere.value, current.value = 0, None
@@ -140,7 +148,7 @@ def test_launches_may_begin_early_where_the_architecture_has_that(
     launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
     library = ctypes.CDLL(str(stub))
     for grid, stream in ((7, 0x55), (9, 0x66)):
-        launcher(grid, 0, arch, stream, values if kind == "plain" else values[:16])
+        run(launcher, grid, 0, arch, stream, values if kind == "plain" else values[:16])
         seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
         assert RECURRENT.packer.unpack(seen) == values
         assert ctypes.c_uint.in_dll(library, "grid").value == grid
@@ -157,7 +165,7 @@ def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pyte
     given, fixed_values = ("k", "g", "dt_bias"), {"T": 5, "scale": 0.5, "lower_bound": -2.0}
     launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
     for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
-        launcher(1, 0, "sm_90a", 0, values)
+        run(launcher, 1, 0, "sm_90a", 0, values)
         seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(ctypes.CDLL(str(stub)), "params"))
         want = dict(zip(given, values, strict=True)) | fixed_values
         assert RECURRENT.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in RECURRENT.fields)
@@ -172,7 +180,7 @@ def test_fields_out_of_order_or_fixed_between_are_refused(
     plain = make(stub, monkeypatch)
     launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
     with pytest.raises(ValueError, match="in order, or not with zeros between"):
-        launcher(1, 0, "sm_90a", 0, (1, 2))
+        run(launcher, 1, 0, "sm_90a", 0, (1, 2))
 
 
 def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +191,7 @@ def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.
     loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
     before = loads.value
     for launcher, given in ((first, values[:16]), (second, values[:16]), (third, values)):
-        launcher(1, 0, "sm_90a", 0, given)
+        run(launcher, 1, 0, "sm_90a", 0, given)
     assert loads.value == before + 1
 
 
@@ -194,7 +202,7 @@ def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest
     flag.value = 3
     try:
         with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            launcher(1, 0, "sm_90a", 0, values[:16])
+            run(launcher, 1, 0, "sm_90a", 0, values[:16])
     finally:
         flag.value = 0
 
@@ -237,6 +245,44 @@ def test_a_sequence_makes_its_launches_in_order(stub: Path, monkeypatch: pytest.
             assert (ctypes.c_void_p.in_dll(library, "on_stream").value or 0) == stream
             q += 32
             wanted[0]["q"], wanted[1]["k"] = q, q + 16
+
+
+@pytest.mark.parametrize(
+    ("arrays", "names"),
+    [
+        ({"q": ("q", 0), "o": ("o", 0)}, ("q", "o")),
+        ({"q": ("q", 0), "o": ("o", 0)}, ("absent", "o", "q")),
+        ({"q": ("q", 0), "k": ("q", 0)}, ("o", "q")),
+        ({"o": ("o", 0)}, ("q", "o")),
+    ],
+    ids=["in order", "out of order", "one array twice", "one array"],
+)
+def test_a_sequence_of_one_launch(
+    stub: Path, monkeypatch: pytest.MonkeyPatch, arrays: dict[str, tuple[str, int]], names: tuple[str, ...]
+) -> None:
+    """No function is written for it; the driver receives the same."""
+    library = ctypes.CDLL(str(stub))
+    sequence = LaunchSequence(
+        (PlannedLaunch("one", make(stub, monkeypatch), 3, arrays, {"T": 5, "scale": 0.5}),), names
+    )
+    with monkeypatch.context() as without:
+        without.setattr("builtins.exec", None)
+        start = sequence.start_for(0, "sm_90a")
+    for stream, q, o in ((0x55, 2**47 + 16, 2**46), (0, 16, 32)):
+        at = {"q": q, "o": o, "absent": 0}
+        start(stream, *(at[name] for name in names))
+        wanted = {field: at[name] for field, (name, _) in arrays.items()} | {"T": 5, "scale": 0.5}
+        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
+        assert RECURRENT.packer.unpack(seen) == tuple(wanted.get(name, 0) for name, _ in RECURRENT.fields)
+        assert ctypes.c_uint.in_dll(library, "grid").value == 3
+        assert (ctypes.c_void_p.in_dll(library, "on_stream").value or 0) == stream
+    fail = ctypes.c_int.in_dll(library, "fail")
+    fail.value = 3
+    try:
+        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
+            start(0, *(16 for _ in names))
+    finally:
+        fail.value = 0
 
 
 def test_a_sequence_in_a_thread_without_a_context(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

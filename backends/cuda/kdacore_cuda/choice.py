@@ -381,7 +381,7 @@ _MODES = {
 
 def recurrent_mode(r: Request) -> RecurrentMode:
     """The most specialised kernel that serves the call if its arrays are contiguous."""
-    types = {name: r.spec(name).dtype for name in ("v", "g", "beta", "dt_bias") if r.has(name)}
+    types = {name: spec.dtype for name, spec in r.tensors if name in ("v", "g", "beta", "dt_bias")}
     no_float16 = r.dtype == "bfloat16" and "float16" not in types.values()
     if not no_float16 or r.packed or r.B * r.T * r.HV * r.K >= 2**31:
         return RecurrentMode.GENERAL

@@ -20,7 +20,7 @@ def launches_of(
     g_type: str = "",
 ) -> ForwardLaunches:
     """The launches of :func:`kdacore_cuda.forms.chunk_forward.forward`, but for those that save operands
-    (:func:`kdacore_cuda.forms.kept.fast_path.launches_of`).
+    (:func:`kdacore_cuda.forms.kept.launches.launches_of`).
 
     Args:
         request: the call.

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.recurrent import launches as recurrent_launches
+from kdacore_cuda.forms.recurrent.launches import launch_of
+from kdacore_cuda.forms.recurrent.sizes import plan_of
 from kdacore_cuda.jax.batching import run_batched
 from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results
 from kdacore_cuda.jax.partitioning import run_partitioned
@@ -37,5 +37,5 @@ def _run(request: Request, arrays: Any, groups: int) -> Arrays:
     r = request
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     states, in_place = state_results(r, arrays)
-    launch = recurrent_launches.launch_of(r)
-    return make_launches(r, recurrent.plan_of(r).arch, [launch], arrays, results | states, in_place)
+    launch = launch_of(r)
+    return make_launches(r, plan_of(r).arch, [launch], arrays, results | states, in_place)

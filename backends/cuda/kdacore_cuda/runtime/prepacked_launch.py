@@ -7,6 +7,8 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from kdacore_cuda.runtime.driver import Driver, driver
@@ -14,6 +16,12 @@ from kdacore_cuda.runtime.launcher import STREAM_OFFSET, Launcher, Loaded, put_s
 
 Start = Callable[[int, tuple[Any, ...]], None]
 """``start(stream, values)`` launches on a stream, with the values that change from call to call."""
+
+
+@cache
+def _packing(text: str) -> Callable[..., None]:
+    """What packs values in this format. Native sizes: standard ones convert twice."""
+    return struct.Struct(text).pack_into
 
 
 class Prepacked(NamedTuple):
@@ -30,8 +38,7 @@ class Prepacked(NamedTuple):
 
 
 class PrepackedLauncher:
-    """A kernel most of whose parameters are the same in every call. They are packed on the first
-    launch.
+    """A kernel most of whose parameters are the same in every call. They are packed in advance.
 
     Args:
         launcher: the kernel.
@@ -42,29 +49,6 @@ class PrepackedLauncher:
 
     def __init__(self, launcher: Launcher, per_call: tuple[str, ...], fixed: Mapping[str, float]) -> None:
         self.launcher, self.per_call, self.fixed = launcher, per_call, dict(fixed)
-        self._starts: dict[tuple[int, int, str], Start] = {}
-
-    def __call__(self, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-        """As :meth:`kdacore_cuda.runtime.launcher.Launcher.__call__`; ``values`` are those of the
-        ``per_call`` fields.
-
-        Raises:
-            BackendBuildError, DriverError: as there.
-            ValueError: ``per_call`` is not in the struct's order, or a field between two of them is
-                not 0.
-        """
-        self.start_for(grid, device, arch)(stream, values)
-
-    def start_for(self, grid: int, device: int, arch: str) -> Start:
-        """The launch of ``grid`` blocks on ``device`` (of ``arch``), with nothing left to look up.
-
-        ``device`` must be current when this is called and when the launch is. Raises as
-        :meth:`__call__`.
-        """
-        start = self._starts.get((grid, device, arch))
-        if start is None:
-            start = self._starts[grid, device, arch] = self._make_start(grid, device, arch)
-        return start
 
     def all_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of the whole struct, given those of a call."""
@@ -74,16 +58,27 @@ class PrepackedLauncher:
     def prepare(self, grid: int, device: int, arch: str) -> Prepacked:
         """The launch of ``grid`` blocks with the parameters that stay in place.
 
-        Raises as :meth:`__call__`.
+        Raises as :meth:`start_for`.
         """
         loaded = self.launcher.load(device, arch, grid)
-        packed = self.launcher.params.packer.pack(*self.all_values((0,) * len(self.per_call)))
+        params = self.launcher.params
+        packed = params.packer.pack(*map(self.fixed.get, params.offsets, repeat(0)))
         buffer = ctypes.create_string_buffer(packed, len(packed))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         pack, offset = self._packer(packed)
         return Prepacked(driver(), loaded, buffer, offset, pack, pointers)
 
-    def _make_start(self, grid: int, device: int, arch: str) -> Start:
+    def start_for(self, grid: int, device: int, arch: str) -> Start:
+        """The launch of ``grid`` blocks on ``device`` (of ``arch``), with nothing left to look up.
+
+        ``device`` must be current when this is called and when the launch is.
+
+        Raises:
+            BackendBuildError, DriverError: as :meth:`kdacore_cuda.runtime.launcher.Launcher.__call__`; the launch
+                raises DriverError.
+            ValueError: ``per_call`` is not in the struct's order, or a field between two of them is
+                not 0.
+        """
         prepared = self.prepare(grid, device, arch)
         chosen, (handle, config, config_address, _), buffer, offset, pack, pointers = prepared
         launch, lock, pointers_address = chosen.launch, threading.Lock(), ctypes.addressof(pointers)
@@ -111,4 +106,4 @@ class PrepackedLauncher:
                 )
             text += f"{offset - end}xq"
             end = offset + 8
-        return struct.Struct(text).pack_into, offsets[0]  # native sizes: standard ones convert twice
+        return _packing(text), offsets[0]

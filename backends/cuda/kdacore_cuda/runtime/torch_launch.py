@@ -21,9 +21,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 """Handle of the current stream of a CUDA device."""
 
 
-def launch(
-    launcher: Launcher | PrepackedLauncher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]
-) -> None:
+def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]) -> None:
     """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches
     nothing.
 
@@ -32,8 +30,7 @@ def launch(
         grid: blocks.
         arch: the real architecture whose cubin to load.
         like: a tensor on the device.
-        values: the kernel's parameters, in the struct's order (of a PrepackedLauncher: the per-call
-            ones).
+        values: the kernel's parameters, in the struct's order.
 
     Raises BackendBuildError or DriverError.
     """

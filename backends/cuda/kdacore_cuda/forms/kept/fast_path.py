@@ -10,36 +10,12 @@ import torch
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import ChunkInputs, FastCall, Request
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward.kernels import prepare_kernel
-from kdacore_cuda.forms.backward.launches import INPUTS
-from kdacore_cuda.forms.kept.forward import outputs_kernel
-from kdacore_cuda.forms.kept.sizes import kept_bytes, kept_places
+from kdacore_cuda.forms.kept.launches import ARRAYS, launches_of
+from kdacore_cuda.forms.kept.sizes import kept_bytes
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import torch_launch
-from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch
+from kdacore_cuda.runtime.launch_sequence import LaunchSequence
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, torch_dtype
-
-ARRAYS = (*INPUTS, "o", "ht", "kept")
-"""What the launches may take."""
-_STRIDES = tuple(f"{name}_{axis}" for name in INPUTS[:5] for axis in ("sb", "st", "sh"))
-
-
-def launches_of(request: Request, strides: tuple[int, ...]) -> tuple[PlannedLaunch, ...]:
-    """The launches of :func:`kdacore_cuda.forms.kept.forward.forward`, g not float16, given the
-    batch, token and head strides of q, k, v, g and beta."""
-    r, plan = request, chunk_backward.plan_of(request)
-    places = {name: (name, 0) for name in INPUTS if r.has("initial_state" if name == "h0" else name)}
-    places |= {name: ("kept", offset) for name, offset in kept_places(plan.sizes["units"]).items()}
-    results = {"o": ("o", 0)} | ({"ht": ("ht", 0)} if r.output_final_state else {})
-    fixed = {**plan.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    kernels = {
-        "prepare": (prepare_kernel(plan.float_gate, plan.bounded), places),
-        "outputs": (outputs_kernel(r), places | results),
-    }
-    return tuple(
-        PlannedLaunch(name, chunk_backward.launcher(x), plan.grid(x, r.device.index), arrays, fixed)
-        for name, (x, arrays) in kernels.items()
-    )
 
 
 def make_fast_call(request: Request, inputs: ChunkInputs, strides: tuple[int, ...]) -> FastCall | None:

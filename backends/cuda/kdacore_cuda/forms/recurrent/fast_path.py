@@ -8,7 +8,8 @@ import torch
 
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, RecurrentInputs, Request
-from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.forms.recurrent.launches import sequence_of
+from kdacore_cuda.forms.recurrent.sizes import plan_of
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, strides_without_copies
@@ -24,7 +25,7 @@ def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None
 
     Raises BackendBuildError or DriverError.
     """
-    r, plan = request, recurrent.plan_of(request)
+    r, plan = request, plan_of(request)
     q, _, v, _, _, A_log, bias, source, cu_seqlens, _, indices, accepted, out, mask, rows, pool = inputs
     small = (A_log, bias, cu_seqlens, indices, accepted, out, mask, rows)
     strides = strides_without_copies(inputs, r.scalar_gate, plan.strides, small)
@@ -36,13 +37,14 @@ def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None
         plan.state_row if x is None or x.is_contiguous() else x.stride(0) for x in (source, pool)
     )
     in_place, fresh = r.inplace_state, r.output_final_state and not r.inplace_state
-    launch = plan.contiguous_launch if strides is plan.strides else plan.launch_for(strides)
     if (row | pool_row) * plan.state_size % ALIGNMENT:
         return None
+    written_row = plan.state_row if not in_place else row if pool is None else pool_row
     index = q.get_device()
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     with torch.cuda.device(index):  # the kernel is loaded here, for the current context
-        start = torch_launch.prepacked_start(launch.launcher, launch.grid, plan.arch, index)
+        sequence = sequence_of(r, strides, (row, written_row), True)
+        start = torch_launch.sequence_start(sequence, plan.arch, index)
     empty = allocator(v.device.type)
     o_shape, o_strides, o_dtype = plan.o_shape, contiguous_strides(plan.o_shape), v.dtype
     state_shape, state_strides, state_dtype = (
@@ -50,7 +52,6 @@ def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None
         contiguous_strides(r.state_shape),
         plan.state_dtype,
     )
-    written_row = plan.state_row if not in_place else row if pool is None else pool_row
     returns_state = r.output_final_state
 
     def fast_call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -73,12 +74,13 @@ def make_fast_call(request: Request, inputs: RecurrentInputs) -> FastCall | None
             written_at = state.data_ptr()
         elif not in_place:
             state, written_at = None, 0
-        start(current_stream(index), (
-            q_at, k_at, v_at, g_at, beta.data_ptr(), 0 if A_log is None else A_log.data_ptr(), bias_at,
+        start(
+            current_stream(index), q_at, k_at, v_at, g_at, beta.data_ptr(),
+            0 if A_log is None else A_log.data_ptr(), bias_at,
             0 if cu_seqlens is None else cu_seqlens.data_ptr(), o_at, state_at, written_at,
             indices_at, 0 if accepted is None else accepted.data_ptr(), 0 if mask is None else mask.data_ptr(),
-            indices_at if rows is None else rows.data_ptr(), row, written_row,
-        ))  # fmt: skip
+            indices_at if rows is None else rows.data_ptr(),
+        )  # fmt: skip
         return o, state if returns_state else None, None
 
     return fast_call

@@ -1,70 +1,17 @@
-"""The recurrent kernels: how each is compiled, and the tile of the state that a block computes."""
+"""The recurrent kernels: how each is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 from kdacore_cuda.architectures import HEAD_DIMS
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.choice import RecurrentMode
-
-
-class RecurrentTile(NamedTuple):
-    """The tile of the state that one block computes."""
-
-    warps: int
-    rows: int
-    """16-byte pieces of state that a lane holds."""
-    min_blocks: int
-    """Blocks that a multiprocessor must have registers for."""
-    columns: int
-    """Columns of V that a block computes."""
-    parts: int = 1
-    """Parts in which a warp adds up its channels."""
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    def shared_bytes(self, K: int, v_first: bool) -> int:
-        """Dynamic shared memory in bytes. The kernel source has the layout."""
-        return 0 if v_first else 2 * (12 * K + self.warps * self.parts * 4 * (2 * self.columns + 4))
-
-
-_TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]] = {
-    (64, False, False): (4, 8, 64, (3, 4, 6)),
-    (64, False, True): (4, 4, 64, (3, 4, 6)),
-    (64, True, False): (1, 8, 16, (8, 16, 24)),
-    (64, True, True): (1, 8, 32, (8, 12, 16)),
-    (128, False, False): (8, 8, 64, (2, 3, 3)),
-    (128, False, True): (4, 8, 64, (2, 4, 4)),
-    (128, True, False): (1, 8, 8, (8, 20, 32)),
-    (128, True, True): (1, 8, 16, (8, 12, 16)),
-}
-"""Head dim, V first, bfloat16 state -> warps, pieces per lane, columns, and blocks per
-multiprocessor of the first three modes; the fourth has the third's."""
-
-_SEVERAL_TOKENS = {(128, False, False): RecurrentTile(4, 16, 3, 64, parts=2)}
-"""The same -> the tile of the mode CONTIGUOUS where it is not the usual one. The order of sums is the same."""
-
-
-def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
-    """The tile of one kernel. It does not depend on the batch or the tokens, so neither changes the
-    order of sums.
-
-    Args:
-        K: head dim, K = V, one of :data:`kdacore_cuda.architectures.HEAD_DIMS`; KeyError for
-            others.
-        v_first: states are ``[..., V, K]``.
-        bf16_state: states are bfloat16, not float32.
-        mode: which calls it serves.
-    """
-    if mode == RecurrentMode.CONTIGUOUS and (K, v_first, bf16_state) in _SEVERAL_TOKENS:
-        return _SEVERAL_TOKENS[K, v_first, bf16_state]
-    warps, rows, columns, min_blocks = _TILES[K, v_first, bf16_state]
-    return RecurrentTile(warps, rows, min_blocks[min(mode, RecurrentMode.ONE_TOKEN)], columns)
+from kdacore_cuda.forms.recurrent.sizes import recurrent_tile
+from kdacore_cuda.kernel_parameters import RECURRENT
+from kdacore_cuda.runtime.launcher import Launcher
 
 
 def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> KernelSource:
@@ -85,6 +32,14 @@ def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMod
         ("MODE", int(mode)),
     )
     return KernelSource("common/recurrent/recurrent.cu", "recurrent", defines)
+
+
+@cache
+def recurrent_launcher(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Launcher:
+    """The launcher of :func:`recurrent_kernel`, whose arguments these are."""
+    tile = recurrent_tile(K, v_first, bf16_state, mode)
+    kernel = recurrent_kernel(K, v_first, bf16_state, mode)
+    return Launcher(kernel, RECURRENT, tile.threads, tile.shared_bytes(K, v_first))
 
 
 def packaged_recurrent_kernels() -> Iterator[KernelSource]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -49,9 +50,18 @@ def resolved(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+_IMPORTED = "imported by kdacore.lazy"
+
+
 class _LazyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self.__name__), name)
+        own = self.__dict__
+        module = sys.modules.get(self.__name__)
+        if module is None or module is not own.get(_IMPORTED):
+            module = own[_IMPORTED] = import_module(
+                self.__name__
+            )  # which waits for one that is being imported
+        return getattr(module, name)
 
 
 def lazy_module(name: str) -> Any:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kdacore import plugin_faults
 from kdacore.errors import list_names
-from kdacore.lazy import resolved
 from kdacore.registry import REGISTRY, Registered, all_answered, missing
 from kdacore.types import Candidate, OpImpl, Reason, Request, Verifier
-from kdacore.verifiers import reads_no_lengths
 
 if TYPE_CHECKING:
     from kdacore.dispatch.cost import Prediction
 
 PORTABLE = "*"
+_MARK = "reads_no_lengths"
+"""What :func:`kdacore.verifiers.reads_no_lengths` sets."""
 _new: Any = tuple.__new__
 
 
@@ -130,6 +130,8 @@ class Judge:
 
     def _first(self, request: Request) -> Candidate:
         """The answer to the first call of the family, after which it is known which verifiers read lengths."""
+        from kdacore.lazy import resolved  # by now the plugins have imported it
+
         reasons: list[Reason] = []
         always: list[tuple[int, Reason]] = []
         checks: list[tuple[int, Verifier]] = []
@@ -217,7 +219,7 @@ def _place(found: tuple[int, Reason]) -> int:
 
 def _is_marked(verifier: Verifier) -> bool:
     """Whether a verifier declares that it reads no lengths. Runs no code of the plugin's."""
-    return type(verifier) is FunctionType and verifier.__dict__.get(reads_no_lengths.__name__) is True
+    return type(verifier) is FunctionType and verifier.__dict__.get(_MARK) is True
 
 
 def _usable(answer: object) -> Reason | None:

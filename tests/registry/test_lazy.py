@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from kdacore.lazy import lazy_function, package_probe
+from kdacore.lazy import lazy_function, lazy_module, package_probe
 
 
 def test_a_module_is_imported_by_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +23,27 @@ def test_a_module_is_imported_by_the_first_call(tmp_path: Path, monkeypatch: pyt
     assert sys.modules["lately.work"].calls == [3, 4]
     for name in ("lately", "lately.work"):
         del sys.modules[name]
+
+
+def test_a_stand_in_reads_the_module_that_is_there_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lately_read.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    stand_in = lazy_module("lately_read")
+    assert "lately_read" not in sys.modules
+    assert stand_in.value == 1
+    monkeypatch.setattr(sys.modules["lately_read"], "value", 2)
+    assert stand_in.value == 2
+    other = ModuleType("lately_read")
+    other.value = 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lately_read", other)
+    assert stand_in.value == 3
+    del sys.modules["lately_read"]
+    assert stand_in.value == 1, "imported again"
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = stand_in.nothing
+    del sys.modules["lately_read"]
 
 
 def test_what_is_not_there_is_an_error_of_the_call() -> None:

@@ -97,6 +97,7 @@ def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False)
         {"WARPGROUPS": 2 // blocks}
         | ({"CLUSTER": 2} if paired else {})
         | ({"COMPOSES": 1} if composes else {})
+        | {"LAST_READER": 1}
     )
     return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, **defines)
 

@@ -5,8 +5,6 @@
 
 #include "sm90/bulk_copies.cuh"
 
-#ifndef KDACORE_EMULATE
-
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -31,5 +29,3 @@ __device__ __forceinline__ void copy_async16_evict_first(u32 dst, const void* sr
                "r"(real ? 16 : 0), "l"(evict_first_policy())
                : "memory");
 }
-
-#endif

@@ -29,9 +29,6 @@
 
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/prepare_unit_inputs.cuh"
-#ifndef FOR_SEGMENTS
-#define FOR_SEGMENTS 0
-#endif
 #if FOR_SEGMENTS
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
 #endif

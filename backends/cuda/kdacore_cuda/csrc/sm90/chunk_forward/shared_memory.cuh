@@ -26,9 +26,6 @@
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
 // G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
 // one (helpers.cuh).
-#ifndef HELPERS
-#define HELPERS 0
-#endif
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int HALF = 16;

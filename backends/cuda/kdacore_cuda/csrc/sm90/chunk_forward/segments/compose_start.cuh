@@ -11,7 +11,7 @@
 
 // A map lies where a chunk's records from kt on and its values would be.
 constexpr u32 MAP_AT = OFFSET(ChunkOperands, kt);
-static_assert(sizeof(Stage) - STAGE_LEAD - MAP_AT >= MAP_BYTES, "a map is larger than a stage");
+static_assert(!COMPOSES || sizeof(Stage) - STAGE_LEAD - MAP_AT >= MAP_BYTES, "a map is larger than a stage");
 
 // Segments whose maps come before segment `index`, behind the first one.
 __device__ __forceinline__ int maps_before(int index) { return index > 1 ? index - 1 : 0; }

@@ -12,7 +12,6 @@
 //
 // Macros from the host: G_FLOAT, SHARED_BYTES; LEAVING_ONLY, of a pack the operands of the sequence that
 // goes on behind the slice, the one that ends at T.
-#define BOUNDED 1
 #include "sm90/chunk_forward/segments/prepare_block.cuh"
 
 KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {

@@ -8,6 +8,8 @@
 // (gates, norms, completing the sums) done half as often.
 #pragma once
 
+#include "common/recurrent/token.cuh"
+
 constexpr int LANES = COLUMNS / VECTOR;  // lanes along V
 constexpr int GROUPS = 32 / LANES;       // channels side by side
 constexpr int WARP_K = K / WARPS;        // channels of a warp

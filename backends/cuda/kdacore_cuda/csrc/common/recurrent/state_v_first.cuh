@@ -3,6 +3,8 @@
 // Part of recurrent.cu.
 #pragma once
 
+#include "common/recurrent/token.cuh"
+
 constexpr int LANES = K / VECTOR;   // lanes along K
 constexpr int GROUPS = 32 / LANES;  // rows side by side
 static_assert(COLUMNS == WARPS * ROWS * GROUPS, "as the host counts blocks");

@@ -33,22 +33,22 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBa
   const float shift = is_softplus(p) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
   const float bias[2] = {load_shared1(gate + 4 * l.channel) + shift,
                          load_shared1(gate + 4 * l.channel + 32) + shift};
-#if G_FLOAT
+  if constexpr (G_FLOAT) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
-    const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
+    for (int e = 0; e < 4; ++e) {
+      // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
+      const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      x[j][e] =
-          load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
-          bias[e >> 1];
+      for (int j = 0; j < 4; ++j)
+        x[j][e] =
+            load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
+            bias[e >> 1];
+    }
+  } else {
+    Operand g;
+    load_own(g, shared + OFFSET(SharedMemory, g), l);
+    each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
   }
-#else
-  Operand g;
-  load_own(g, shared + OFFSET(SharedMemory, g), l);
-  each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
-#endif
 }
 
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every

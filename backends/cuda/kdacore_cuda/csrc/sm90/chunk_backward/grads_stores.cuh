@@ -83,9 +83,7 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
                                                    u32 image, float grow, const ChunkBackwardParams& p,
                                                    u64 array, u32 shared, u32 unit, const OutputRows& to,
                                                    const Lane& l) {
-#if GROUPED
-  store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
-#else
+  if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
   Operand r;
   load_own(r, shared + image, l);
 #pragma unroll
@@ -99,7 +97,6 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
     }
   }
   store_own(shared + image, r, p, array, to, l);
-#endif
 }
 
 // dgc to gradients of the decays, in place: sums from each token to the half's end, `following`
@@ -141,13 +138,13 @@ __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const Chun
                                                     const Lane& l) {
   const GateSums sums =
       gate_backward(d, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
-#if G_FLOAT
-  store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
-#else
-  Operand x;
-  make_operand(x, [&](int j, int e) { return d[j][e]; });
-  store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, to, l);
-#endif
+  if constexpr (G_FLOAT) {
+    store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
+  } else {
+    Operand x;
+    make_operand(x, [&](int j, int e) { return d[j][e]; });
+    store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, to, l);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_quad(sums.bias[r]);

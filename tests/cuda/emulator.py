@@ -167,15 +167,46 @@ def _compile(*arguments: str) -> None:
 
 def compile_library(text: str, headers: dict[str, str], flags: list[str], folder: Path, name: str) -> Path:
     """``text`` as a shared library in ``folder``, where the headers go as well."""
+    _write_headers(headers, folder)
+    (folder / "runner.cpp").write_text(text)
+    library = folder / f"{name}.so"
+    _compile(
+        *("-shared", *flags, *_include_options(folder)),
+        *(f"{folder}/runner.cpp", f"{_runtime()}/runtime.o", "-o", str(library)),
+    )
+    return library
+
+
+def headers_used(text: str, headers: dict[str, str], flags: list[str], folder: Path) -> list[str]:
+    """Which of ``headers``, which go to ``folder``, the compiler reads for ``text``."""
+    _write_headers(headers, folder)
+    (folder / "source.cpp").write_text(text)
+    (folder / "source.d").unlink(missing_ok=True)
+    _compile(
+        *("-MM", "-MF", f"{folder}/source.d", *flags, *_include_options(folder), f"{folder}/source.cpp"),
+    )
+    read = (folder / "source.d").read_text()
+    return [name for name in headers if f"{folder}/{name}" in read.split()]
+
+
+def problems_of(header: str, flags: list[str], folder: Path) -> str:
+    """What the compiler says to ``header`` alone; :func:`headers_used` has filled ``folder``."""
+    (folder / "source.cpp").write_text(f'#include "{header}"\n')
+    options = ("-fsyntax-only", *flags, *_include_options(folder))
+    done = subprocess.run(
+        [*COMPILE, f"-I{HERE}", *options, f"{folder}/source.cpp"], capture_output=True, text=True, check=False
+    )
+    return done.stderr if done.returncode else ""
+
+
+def _write_headers(headers: dict[str, str], folder: Path) -> None:
     for include, body in headers.items():
         (folder / include).parent.mkdir(parents=True, exist_ok=True)
         (folder / include).write_text(_includes_of(body) if include in INSTRUCTIONS else body)
-    (folder / "runner.cpp").write_text(text)
-    library = folder / f"{name}.so"
-    runtime = _runtime()
-    include = (f"-I{folder}", "-include", f"{runtime}/all.h")
-    _compile("-shared", *flags, *include, f"{folder}/runner.cpp", f"{runtime}/runtime.o", "-o", str(library))
-    return library
+
+
+def _include_options(folder: Path) -> tuple[str, ...]:
+    return (f"-I{folder}", "-include", f"{_runtime()}/all.h")
 
 
 def _includes_of(header: str) -> str:

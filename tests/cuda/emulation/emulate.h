@@ -1,6 +1,6 @@
-// A CPU stand-in for the instructions of csrc (common/ptx.cuh and those of sm90): every CUDA thread is a fiber, warp instructions are rendezvous of 32 fibers,
-// barriers block, what is asynchronous happens as late as it may. Deterministic for a seed, which also shuffles the order
-// threads run in; a pass in which nothing can run is reported as a deadlock.
+// A CPU stand-in for the instructions of csrc (common/ptx.cuh and those of sm90): every CUDA thread is a fiber, warp
+// instructions are rendezvous of 32 fibers, barriers block, what is asynchronous happens as late as it may. Deterministic
+// for a seed, which also shuffles the order threads run in; a pass in which nothing can run is reported as a deadlock.
 #ifndef KDACORE_EMULATE_H
 #define KDACORE_EMULATE_H
 

@@ -1,5 +1,5 @@
 // Bulk copies between device and shared memory, and barriers for some of a block's threads
-// (sm_90a). Part of ptx.cuh's contract: the emulator has the same functions.
+// (sm_90a). Like ptx.cuh: the emulator has the same functions.
 #pragma once
 
 #include "sm90/wgmma.cuh"

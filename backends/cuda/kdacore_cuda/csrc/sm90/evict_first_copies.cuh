@@ -1,6 +1,5 @@
 // Copies to shared memory of what no later launch reads. Their lines leave L2 before others, so
-// that more of what is read again stays there. Part of ptx.cuh's contract: the emulator has the same
-// functions.
+// that more of what is read again stays there. Like ptx.cuh: the emulator has the same functions.
 #pragma once
 
 #include "sm90/bulk_copies.cuh"

@@ -1,5 +1,4 @@
-// Functions for warps and pairs of warps. Part of ptx.cuh's contract: the emulator has the same
-// functions.
+// Functions for warps and pairs of warps. Like ptx.cuh: the emulator has the same functions.
 #pragma once
 
 #include "common/ptx.cuh"

@@ -1,6 +1,6 @@
 // Warpgroup products (wgmma, sm_90a): four warps, the left operand in their registers, the right
-// one in shared memory, asynchronous until waited for. Part of ptx.cuh's contract: the emulator has
-// the same functions.
+// one in shared memory, asynchronous until waited for. Like ptx.cuh: the emulator has the same
+// functions.
 #pragma once
 
 #include "sm90/operand_descriptor.cuh"

@@ -32,7 +32,8 @@ __device__ __forceinline__ void scan_chunk(ProductsBy<true>, ScanState& state, T
   SolveOperands solver;
   load_solve_operands(solver, l, at.base, at.values);
 #pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, 0, kk, load_decay(at.base + OFFSET(ChunkImage, decay), kk, l.t));
+  for (int kk = 0; kk < K_TILES; ++kk)
+    decay_state(state, 0, kk, load_decay(at.base + OFFSET(ChunkImage, decay), kk, l.t));
   warpgroup_wait<0>();
   fence_registers(tok.xo[0]);
   u32 w[4];

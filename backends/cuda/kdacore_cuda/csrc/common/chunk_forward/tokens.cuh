@@ -6,7 +6,8 @@
 // keeps 16-byte stores to a swizzled operand free of bank conflicts.
 #pragma once
 
-#include "common/gate_steps.cuh"
+#include "common/gate_bias.cuh"
+#include "common/l2norm.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_forward_params.cuh"
 
@@ -63,7 +64,7 @@ __device__ __forceinline__ void usual_steps(const Raw& raw, const Gate& gate, u3
   }
   const Biases bias = load_biases(bias_at);
   if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
-    each_input(raw, s, [&](float x, int e) { return softplus_step(gate, LOG2E * x + bias.x[e]); });
+    each_input(raw, s, [&](float x, int e) { return softplus_step(gate.unit, LOG2E * x + bias.x[e]); });
     return;
   }
   each_input(raw, s, [&](float x, int e) { return sigmoid_step(gate, x + bias.x[e]); });
@@ -71,7 +72,7 @@ __device__ __forceinline__ void usual_steps(const Raw& raw, const Gate& gate, u3
 __device__ __forceinline__ void rare_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
   const Biases bias = load_biases(bias_at);
   if (!BOUNDED && gate.slope != 0.0f) {
-    each_input(raw, s, [&](float x, int e) { return softplus_step(gate, LOG2E * (x + bias.x[e])); });
+    each_input(raw, s, [&](float x, int e) { return softplus_step(gate.unit, LOG2E * (x + bias.x[e])); });
     return;
   }
   const float still = still_step(gate);
@@ -142,8 +143,8 @@ __device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const flo
       qq += shuffle_xor(qq, 1);
       kk += shuffle_xor(kk, 2);
       qq += shuffle_xor(qq, 2);
-      s.k_norm[i] = inverse_sqrt(kk + 1e-6f);
-      s.q_factor[i] *= inverse_sqrt(qq + 1e-6f);
+      s.k_norm[i] = inverse_norm(kk);
+      s.q_factor[i] *= inverse_norm(qq);
     }
   }
 }

@@ -1,6 +1,6 @@
 // State [K, V]: a block holds COLUMNS columns of V, its warps split K between them. A lane holds
 // VECTOR neighbouring columns of ROWS channels; a load of a warp is GROUPS pieces of COLUMNS
-// elements. Sums over K are completed in shared memory, with one barrier a token. Part of
+// elements. Sums over K are completed in shared memory, with one barrier a token. Used by
 // recurrent.cu.
 //
 // A warp adds its channels up in PARTS parts. For several tokens half as many warps as for one do the

@@ -1,6 +1,6 @@
 // State [V, K]: a warp holds ROWS * GROUPS rows of V, a lane VECTOR neighbouring channels of ROWS
 // of them. A load of a warp is 512 bytes in one piece. Warps share nothing, so there is no barrier.
-// Part of recurrent.cu.
+// Used by recurrent.cu.
 #pragma once
 
 #include "common/recurrent/token.cuh"

@@ -1,6 +1,7 @@
 // The norms' backward, and stores of the gradients.
 #pragma once
 
+#include "common/l2norm.cuh"
 #include "sm90/chunk_backward/grads_gate.cuh"
 #include "sm90/chunk_backward/grads_loads.cuh"
 #include "sm90/chunk_backward/grads_pair_sums.cuh"
@@ -62,24 +63,20 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   }
 }
 
-// The norm's backward of token `lane` of the half: what its row of gradients is multiplied by, and
-// how much of the row is taken away.
-struct NormBackward {
-  float by, less;
-};
-__device__ __forceinline__ NormBackward norm_backward(int which, u32 norms, float grow,
-                                                      const ChunkBackwardParams& p, u32 shared,
-                                                      const Lane& l) {
+// The norm's gradient of token `lane` of the half: what its row of gradients is multiplied by, and how much of the row
+// is taken away.
+__device__ __forceinline__ NormGradient row_norm_gradient(int which, u32 norms, float grow,
+                                                          const ChunkBackwardParams& p, u32 shared,
+                                                          const Lane& l) {
   // Norms are 1 where rows are not to be normalised.
-  const float norm = load_shared1(norms + 4 * (HALF * l.token_half + l.lane)),
-              sum = load_token_sum(which, shared, l), by = norm * grow;
-  return {by, p.flags & FLAG_L2NORM ? by * norm * (norm * sum) : 0.0f};
+  const float norm = load_shared1(norms + 4 * (HALF * l.token_half + l.lane));
+  return norm_gradient(p.flags & FLAG_L2NORM, norm, load_token_sum(which, shared, l), grow);
 }
 
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm
 // unless heads are grouped. The rows as they were given: where most of a gradient lies along them,
 // what is taken away needs more bits than operands have.
-__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const NormBackward& norm,
+__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const NormGradient& norm,
                                                    u32 image, float grow, const ChunkBackwardParams& p,
                                                    u64 array, u32 shared, u32 unit, const OutputRows& to,
                                                    const Lane& l) {

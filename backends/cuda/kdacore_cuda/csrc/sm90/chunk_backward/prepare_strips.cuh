@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_steps(float (&x)[4][8], u32 shared, const S
         const float bias = rare ? 0.0f : load_shared1(biases + 32 * i);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          x[i][j] = max_or_nan(softplus_step(gate, LOG2E * x[i][j] + bias), floor);
+          x[i][j] = max_or_nan(softplus_step(gate.unit, LOG2E * x[i][j] + bias), floor);
       }
     } else {
       add_biases();

@@ -9,7 +9,8 @@
 #include "sm90/chunk_forward/slices.cuh"
 
 constexpr int PAIRS = 6;
-static_assert(!SEPARATE || 2 * PAIRS == SCAN_WARPS + SLICE_WARPS, "warps that scan in other blocks are slice warps here");
+static_assert(!SEPARATE || 2 * PAIRS == SCAN_WARPS + SLICE_WARPS,
+              "warps that scan in other blocks are slice warps here");
 static_assert(!SEPARATE || PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1,
               "a pair alternates between slices two apart");
 static_assert(!SEPARATE || SOLVER_BARRIER > PAIRS, "named barriers of pairs and solvers");

@@ -1,5 +1,5 @@
 // Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands
-// read once for all four. Part of scan.cuh. The dependent chain from one state to the next limits
+// read once for all four. Used by scan.cuh. The dependent chain from one state to the next limits
 // the time, so everything else is loaded while the matrix unit works.
 #pragma once
 

@@ -1,4 +1,4 @@
-// scan_chunk for blocks that only scan, which have the registers for it. Part of scan.cuh. The same bits.
+// scan_chunk for blocks that only scan, which have the registers for it. Used by scan.cuh. The same bits.
 //
 // What the next state depends on comes first: (k 2^G) S, then w of both halves, then the state's update.
 // (q 2^G) S is multiplied while the first half is solved, and o gets its other terms while the state is updated.

@@ -3,7 +3,7 @@
 // through the ring of stages, one a stage, before the segment's chunks.
 //
 // S and A are split in two bfloat16 parts each and multiplied in three products, about 16 bits, in the
-// chain's order (chain_step.cuh): the same bits, so the host may choose by the number of segments. Part of
+// chain's order (chain_step.cuh): the same bits, so the host may choose by the number of segments. Used by
 // output.cu.
 #pragma once
 

@@ -33,6 +33,15 @@ COMPILE = (
 RUNTIME_COMPILE = ("-O3",)
 """More for what runs the kernels: it multiplies matrices."""
 
+INSTRUCTIONS = (
+    "common/ptx.cuh",
+    "sm90/bulk_copies.cuh",
+    "sm90/evict_first_copies.cuh",
+    "sm90/warp.cuh",
+    "sm90/wgmma.cuh",
+)
+"""Headers of instructions: ``emulate.h``, which comes before all else, has these functions for the CPU."""
+
 _KEPT_SECONDS = 3 * 24 * 3600.0
 
 FORWARDS, BACKWARDS, SHUFFLED = range(3)
@@ -55,7 +64,7 @@ extern "C" size_t offset_of(int field) {{
 
 def build(kernel: KernelSource, params: ParamStruct) -> ctypes.CDLL:
     """The kernel as a shared library with ``run``, ``offset_of``, ``kept_bytes``; files are kept by content."""
-    return _build(kernel, params, *(["-DEVERY_LANE=1"] if os.environ.get(EVERY_LANE) == "1" else []))
+    return _build(kernel, params, f"-DEVERY_LANE={int(os.environ.get(EVERY_LANE) == '1')}")
 
 
 @cache
@@ -73,7 +82,7 @@ def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL
         path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay
     )
     headers = gather_headers((CSRC / kernel.path).read_text())
-    flags = [*(f"-D{key}={value}" for key, value in kernel.defines), *more]
+    flags = [*(f"-D{key}={value}" for key, value in kernel.macros.items()), *more]
     source = (CSRC / kernel.path).read_text()
     digest = _digest(
         text, source, *_emulation_sources(), *headers.values(), *flags, *COMPILE, *RUNTIME_COMPILE
@@ -133,7 +142,7 @@ def _runtime() -> Path:
 def _compile_runtime(folder: Path) -> None:
     """``runtime.o`` appears last and whole."""
     header = folder / "all.h"
-    header.write_text("#define KDACORE_EMULATE\n#include <emulate.h>\n")
+    header.write_text("#include <emulate.h>\n")
     _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
     sources = [path.name for path in sorted(HERE.glob("*.cpp"))]
     together = folder / "runtime.cpp"
@@ -158,15 +167,51 @@ def _compile(*arguments: str) -> None:
 
 def compile_library(text: str, headers: dict[str, str], flags: list[str], folder: Path, name: str) -> Path:
     """``text`` as a shared library in ``folder``, where the headers go as well."""
-    for include, body in headers.items():
-        (folder / include).parent.mkdir(parents=True, exist_ok=True)
-        (folder / include).write_text(body)
+    _write_headers(headers, folder)
     (folder / "runner.cpp").write_text(text)
     library = folder / f"{name}.so"
-    runtime = _runtime()
-    include = (f"-I{folder}", "-include", f"{runtime}/all.h")
-    _compile("-shared", *flags, *include, f"{folder}/runner.cpp", f"{runtime}/runtime.o", "-o", str(library))
+    _compile(
+        *("-shared", *flags, *_include_options(folder)),
+        *(f"{folder}/runner.cpp", f"{_runtime()}/runtime.o", "-o", str(library)),
+    )
     return library
+
+
+def headers_used(text: str, headers: dict[str, str], flags: list[str], folder: Path) -> list[str]:
+    """Which of ``headers``, which go to ``folder``, the compiler reads for ``text``."""
+    _write_headers(headers, folder)
+    (folder / "source.cpp").write_text(text)
+    (folder / "source.d").unlink(missing_ok=True)
+    _compile(
+        *("-MM", "-MF", f"{folder}/source.d", *flags, *_include_options(folder), f"{folder}/source.cpp"),
+    )
+    read = (folder / "source.d").read_text()
+    return [name for name in headers if f"{folder}/{name}" in read.split()]
+
+
+def problems_of(header: str, flags: list[str], folder: Path) -> str:
+    """What the compiler says to ``header`` alone; :func:`headers_used` has filled ``folder``."""
+    (folder / "source.cpp").write_text(f'#include "{header}"\n')
+    options = ("-fsyntax-only", *flags, *_include_options(folder))
+    done = subprocess.run(
+        [*COMPILE, f"-I{HERE}", *options, f"{folder}/source.cpp"], capture_output=True, text=True, check=False
+    )
+    return done.stderr if done.returncode else ""
+
+
+def _write_headers(headers: dict[str, str], folder: Path) -> None:
+    for include, body in headers.items():
+        (folder / include).parent.mkdir(parents=True, exist_ok=True)
+        (folder / include).write_text(_includes_of(body) if include in INSTRUCTIONS else body)
+
+
+def _include_options(folder: Path) -> tuple[str, ...]:
+    return (f"-I{folder}", "-include", f"{_runtime()}/all.h")
+
+
+def _includes_of(header: str) -> str:
+    lines = (line for line in header.splitlines() if line.startswith(("#pragma once", "#include")))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def run(

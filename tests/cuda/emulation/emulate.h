@@ -1,6 +1,6 @@
-// A CPU stand-in for csrc/common/ptx.cuh: every CUDA thread is a fiber, warp instructions are rendezvous of 32 fibers,
-// barriers block, what is asynchronous happens as late as it may. Deterministic for a seed, which also shuffles the order
-// threads run in; a pass in which nothing can run is reported as a deadlock.
+// A CPU stand-in for the instructions of csrc (common/ptx.cuh and those of sm90): every CUDA thread is a fiber, warp
+// instructions are rendezvous of 32 fibers, barriers block, what is asynchronous happens as late as it may. Deterministic
+// for a seed, which also shuffles the order threads run in; a pass in which nothing can run is reported as a deadlock.
 #ifndef KDACORE_EMULATE_H
 #define KDACORE_EMULATE_H
 
@@ -18,6 +18,7 @@ typedef unsigned short u16;
 #define __global__
 #define KDA_KERNEL(threads, blocks) static void
 #define KDA_CLUSTER(size)
+#define OFFSET(structure, field) ((u32)offsetof(structure, field))
 #define KDA_SHARED(name) unsigned char* name = emu::me->block->shared.data()
 #define KDA_PARAM
 
@@ -73,6 +74,9 @@ inline float bf16_low(u32 x) { return emu::as_float(x << 16); }
 inline float bf16_high(u32 x) { return emu::as_float(x & 0xffff0000u); }
 inline float half_to_float(u16 x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
 inline u16 float_to_half(float x) { const _Float16 h = (_Float16)x; u16 r; memcpy(&r, &h, 2); return r; }
+inline u32 pack_f16(float low, float high) { return (u32)float_to_half(low) | (u32)float_to_half(high) << 16; }
+inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
+inline uint4 zero_bits() { return {0, 0, 0, 0}; }
 inline u32 multiply_bf16(u32 x, u32 y) { return pack_bf16(bf16_low(x) * bf16_low(y), bf16_high(x) * bf16_high(y)); }
 
 inline float shuffle_xor(float x, int mask) {
@@ -117,6 +121,11 @@ inline void load_sixteen(uint4& r, const void* p, bool real) {
   if ((uintptr_t)p % 16) emu::fail("misaligned global address", (u32)(uintptr_t)p);
   memcpy(&r, p, 16);
 }
+inline void load_eight(u32 (&r)[2], const void* p, bool real) {
+  if (!real) return;
+  if ((uintptr_t)p % 8) emu::fail("misaligned global address", (u32)(uintptr_t)p);
+  memcpy(r, p, 8);
+}
 inline void prefetch_l2(const void*) {}
 template <class T>
 inline T load_global(u64 a) {
@@ -128,11 +137,17 @@ inline void store_global_as(u64 a, const T& x) {
   if (a % sizeof(T)) emu::fail("misaligned global address", (u32)a);
   *(T*)a = x;
 }
+inline u32 load_global1(u64 a) { return load_global<unsigned char>(a); }
 inline u32 load_global2(u64 a) { return load_global<u16>(a); }
 inline u32 load_global4(u64 a) { return load_global<u32>(a); }
 inline uint2 load_global8(u64 a) {
   if (a % 8) emu::fail("misaligned global address", (u32)a);
   return {load_global4(a), load_global4(a + 4)};
+}
+inline uint4 load_global16(u64 a) {
+  uint4 r;
+  load_sixteen(r, (const void*)a, true);
+  return r;
 }
 inline void store_global2(u64 a, u32 x) { store_global_as(a, (u16)x); }
 inline void store_global4(u64 a, u32 x) { store_global_as(a, x); }
@@ -148,6 +163,7 @@ inline void store_global(void* p, uint4 v, u64 kept = 0) {
   emu::kept_bytes += kept ? 16 : 0;
   memcpy(p, &v, 16);
 }
+inline void store_state_bits(u64 a, const uint4& x) { store_global((void*)a, x); }
 inline void store_global_if(bool real, void* p, uint4 v) {
   if (real) store_global(p, v);
 }
@@ -207,6 +223,10 @@ inline void store_matrix4_transposed(u32 a, const u32 (&r)[4], KDA_SITE) {
     }
   }
   emu::exchange({});
+}
+
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emu::warp_product(d, a, b0, b1, [](u32 word, int i) { return half_to_float((u16)(word >> 16 * i)); });
 }
 
 #endif

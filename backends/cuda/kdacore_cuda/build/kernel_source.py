@@ -16,6 +16,12 @@ CSRC = Path(__file__).parent.parent / "csrc"
 EVERY_LANE = "KDACORE_CUDA_EVERY_LANE"
 """Environment variable; 1: every lane arrives at barriers, which compute-sanitizer's racecheck
 needs."""
+FORM_MACROS = {
+    **dict.fromkeys(("COMPOSES", "FOR_SEGMENTS", "HELPERS", "IN_SEGMENTS", "LEAVING_ONLY"), 0),
+    **dict.fromkeys(("LAST_READER", "OF_SLICE", "SIDE_BY_SIDE"), 0),
+    "CLUSTER": 1,
+}
+"""Macros that choose a form of a kernel, with their values where :attr:`KernelSource.defines` has no other."""
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _BASE_OPTIONS = (
     "-std=c++17",
@@ -31,12 +37,17 @@ class KernelSource:
     Args:
         path: the file, relative to ``csrc``.
         entry: the name of its only kernel.
-        defines: macros and their values.
+        defines: macros and their values, besides those of :data:`FORM_MACROS`.
     """
 
     path: str
     entry: str
     defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Every macro that the compiler gets, and its value."""
+        return FORM_MACROS | dict(self.defines)
 
     @property
     def name(self) -> str:
@@ -75,10 +86,8 @@ def nvrtc_options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
     one."""
     if not arch.startswith("sm_"):
         raise ValueError(f"arch must be sm_*, got {arch!r}")
-    defines = dict(kernel.defines)
-    if config.get().cuda_every_lane:
-        defines["EVERY_LANE"] = 1
-    return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in defines.items()))
+    macros = kernel.macros | {"EVERY_LANE": int(config.get().cuda_every_lane)}
+    return (f"-arch={arch}", *_BASE_OPTIONS, *(f"-D{key}={value}" for key, value in macros.items()))
 
 
 def source_key(kernel: KernelSource, arch: str) -> str:

@@ -1,4 +1,6 @@
-// From the raw gate input to the decay of one token and channel, in log2, in float32 throughout.
+// The gate: from its raw input to the decay of one token and channel, a step, in log2, and from the gradient of
+// a step to that of the input. In float32 throughout. All kernels take rates, shifts, steps and gradients from
+// here; each loads inputs and biases in its own way.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -67,3 +69,129 @@ __device__ __forceinline__ float softplus_shift_of(float A_log) {
 
 // 1 / (1 + exp(-x))
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
+
+// --- a head's gate -------------------------------------------------------------------------------
+
+struct Gate {
+  int kind;
+  // log2 decay of one unit of the gate (of softplus2 for the softplus); its inverse for the sigmoid.
+  float unit;
+  float slope;  // -log2(e) exp(A_log)
+  float shift;  // of the softplus, to be added to the bias
+  bool rare;    // a rate of 0; kernels that store a softplus's biases may add those of large ones (gate_bias.cuh)
+};
+
+// The rate by which steps grow with the gate, and what a softplus adds to its input. BOUNDED_KIND: it is no softplus.
+template <bool BOUNDED_KIND = false>
+__device__ __forceinline__ bool is_softplus(int kind) {
+  return !BOUNDED_KIND && kind == GATE_SOFTPLUS;
+}
+template <bool BOUNDED_KIND = false>
+__device__ __forceinline__ float gate_rate(int kind, float A_log) {
+  return is_softplus<BOUNDED_KIND>(kind) ? softplus_rate_of(A_log) : rate_of(A_log);
+}
+template <bool BOUNDED_KIND = false>
+__device__ __forceinline__ float gate_shift(int kind, float A_log) {
+  return is_softplus<BOUNDED_KIND>(kind) ? softplus_shift_of(A_log) : 0.0f;
+}
+// What a head's rate leaves of an input.
+__device__ __forceinline__ float rated_input(float rate, float x) {
+  return rate == 0.0f ? nothing_of(x) : x;
+}
+// Whether it leaves nothing, so that nothing_of() replaces inputs.
+__device__ __forceinline__ bool is_still(int kind, float rate) { return kind != GATE_LOG && rate == 0.0f; }
+
+template <bool BOUNDED_KIND>
+__device__ __forceinline__ Gate make_gate(int kind, float A_log, float inverse_of_bound) {
+  // Not is_softplus() and gate_rate(): the compiler would order other instructions differently.
+  const bool softplus = !BOUNDED_KIND && kind == GATE_SOFTPLUS;
+  const float rate = softplus ? softplus_rate_of(A_log) : rate_of(A_log);
+  const float unit = softplus ? -rate : max_or_nan(LN2 * inverse_of_bound, -LARGEST);
+  return {kind, unit, slope_of(rate), softplus ? softplus_shift_of(A_log) : 0.0f, is_still(kind, rate)};
+}
+
+// --- steps ---------------------------------------------------------------------------------------
+// x: the sum of input, bias and shift, of which a rate of 0 has left nothing; y: log2(e) times that.
+
+// 1 / (1 + exp(rate x)), of which a sigmoid's step is the bound's part.
+__device__ __forceinline__ float sigmoid_part(float slope, float x) {
+  return reciprocal(1.0f + exp2_fast(slope * x));
+}
+__device__ __forceinline__ float sigmoid_step(float bound, float slope, float x) {
+  return bound * sigmoid_part(slope, x);
+}
+// The same of a gate whose unit is the bound's inverse, in fewer instructions.
+__device__ __forceinline__ float sigmoid_step(const Gate& gate, float x) {
+  return reciprocal(exp2_fast(x * gate.slope) * gate.unit + gate.unit);
+}
+// unit: -rate.
+__device__ __forceinline__ float softplus_step(float unit, float y) { return unit * softplus2(y); }
+// The decays of N channels from their inputs, in place, as kernels compute them that look at one token at a time. One
+// branch on the kind of gate for all channels.
+template <int N>
+struct ChannelGates {
+  float bias[N];  // with the shift
+  float factor;   // a sigmoid's slope, or a softplus's unit
+};
+// What `bias` and A_log make of a head's gate.
+template <int N>
+__device__ __forceinline__ void finish_gates(ChannelGates<N>& gate, int kind, float A_log) {
+  if (kind == GATE_SOFTPLUS) {
+    gate.factor = -softplus_rate_of(A_log);
+#pragma unroll
+    for (int i = 0; i < N; ++i) gate.bias[i] += softplus_shift_of(A_log);
+  } else {
+    gate.factor = slope_of(rate_of(A_log));
+  }
+}
+template <int N, class Params>
+__device__ __forceinline__ void decays(const Params& p, float (&x)[N], const ChannelGates<N>& gate) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] += gate.bias[i];
+  if (gate.factor == 0.0f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = nothing_of(x[i]);
+  }
+  if (p.gate == GATE_SIGMOID) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = exp2_fast(sigmoid_step(LOG2E * p.lower_bound, gate.factor, x[i]));
+  } else if (p.gate == GATE_SOFTPLUS) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = exp2_fast(softplus_step(gate.factor, LOG2E * x[i]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * x[i]);
+  }
+}
+// With a rate of 0.
+__device__ __forceinline__ float still_step(const Gate& gate) {
+  return gate.kind == GATE_SOFTPLUS ? 0.0f : reciprocal(gate.unit + gate.unit);
+}
+
+// --- gradients -----------------------------------------------------------------------------------
+// From d, the gradient of a step's natural logarithm, to that of the gate's input. Steps below `floor` were cut off,
+// and have none; a step that is NaN has. What an element gives to A_log's gradient is added to `A_log`.
+
+// `bound`: the lower bound in log2, `span`: minus the lower bound. The rate last: it may be so large that only all of
+// the product is finite.
+template <bool BOUNDED_KIND>
+__device__ __forceinline__ float sigmoid_gradient(float d, float x, float rate, float slope, float bound, float span,
+                                                  float floor, float& A_log) {
+  const float s = sigmoid_part(slope, x);
+  if (!BOUNDED_KIND) d = bound * s >= floor ? d : 0.0f;
+  d = -rate * (d * (s * (span - span * s)));
+  A_log += d * x;
+  return d;
+}
+// `grow`: of d. A_log: its gradient is LN2 times this sum.
+__device__ __forceinline__ float softplus_gradient(float d, float grow, float x, float rate, float floor,
+                                                   float& A_log) {
+  const float step = softplus_step(-rate, LOG2E * x), slope = -rate * sigmoid(x), dstep = d * grow;
+  const bool kept = !(step < floor);
+  const float input = kept ? dstep * slope : 0.0f;
+  if (kept) A_log += dstep * step;
+  return input;
+}
+__device__ __forceinline__ float log_gradient(float d, float grow, float x, float floor) {
+  return LOG2E * x >= floor ? d * grow : 0.0f;
+}

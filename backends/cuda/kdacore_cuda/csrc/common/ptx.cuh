@@ -1,6 +1,6 @@
-// Every PTX instruction the kernels use, one small function each. The CPU emulator of the tests
-// provides the same functions under KDACORE_EMULATE, so the kernels themselves run unchanged
-// without a GPU.
+// The PTX instructions the kernels use, one small function each; those of Hopper alone are in sm90.
+// The CPU emulator of the tests has functions of the same names instead of this header, so the kernels
+// themselves run unchanged without a GPU.
 #pragma once
 
 typedef unsigned int u32;
@@ -10,18 +10,15 @@ typedef unsigned short u16;
 // Byte offset of a field of a structure that describes shared memory. An address in shared memory
 // is a 32-bit number here, as ldmatrix, mbarrier, wgmma and bulk copies take it; the structures
 // give the layout, the sizes and the types.
-#ifdef KDACORE_EMULATE
-#define OFFSET(structure, field) ((u32)offsetof(structure, field))
-#else  // NVRTC has no offsetof of its own
-#define OFFSET(structure, field) ((u32)__INTADDR__(&((structure*)0)->field))
-#endif
-
-#ifdef KDACORE_EMULATE
-#include <emulate.h>
-#else
+#define OFFSET(structure, field) ((u32)__INTADDR__(&((structure*)0)->field))  // NVRTC has no offsetof
 
 #define KDA_KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
-#define KDA_CLUSTER(size) __cluster_dims__(size, 1, 1)
+// Blocks of a cluster; 1: no clusters, which not every architecture has.
+#define KDA_CLUSTER(size) KDA_CLUSTER_OF(size)
+#define KDA_CLUSTER_OF(size) KDA_CLUSTER_##size
+#define KDA_CLUSTER_1
+#define KDA_CLUSTER_2 __cluster_dims__(2, 1, 1)
+#define KDA_CLUSTER_4 __cluster_dims__(4, 1, 1)
 #define KDA_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #define KDA_PARAM const __grid_constant__
 
@@ -30,6 +27,9 @@ __device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
 __device__ __forceinline__ int block_index() { return (int)blockIdx.x; }
 __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
 
+// Hopper and later: clusters, order of launches, stmatrix.
+#define SINCE_HOPPER (__CUDA_ARCH__ >= 900)
+
 // --- order of launches ---------------------------------------------------------------------------
 
 // A launch may begin while the previous one in the stream still runs, so every thread of every
@@ -37,16 +37,12 @@ __device__ __forceinline__ int grid_blocks() { return (int)gridDim.x; }
 // read before that what is older than the previous launch). Blocks without work wait too, as the next launch
 // waits for this one alone.
 __device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if constexpr (SINCE_HOPPER) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 // Lets the next launch of the stream use free multiprocessors; it still waits for this one in
 // wait_for_inputs.
 __device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  if constexpr (SINCE_HOPPER) asm volatile("griddepcontrol.launch_dependents;");
 }
 
 // Waits for this many cycles of the multiprocessor's clock.
@@ -103,6 +99,21 @@ __device__ __forceinline__ u16 float_to_half(float x) {
   u16 y;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
+}
+// Two floats to packed float16.
+__device__ __forceinline__ u32 pack_f16(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// Explicit, so that kernels that compute the same round alike whatever code surrounds it.
+__device__ __forceinline__ float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
+// Zeros that are written only on the path that needs them.
+__device__ __forceinline__ uint4 zero_bits() {
+  uint4 r;
+  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w));
+  return r;
 }
 
 // The same value with its origin hidden from the compiler, so that what depends on it is not
@@ -192,11 +203,22 @@ __device__ __forceinline__ void store_global_if(bool real, void* p, uint4 v) {
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((int)real)
                : "memory");
 }
+// Loads 8 bytes if `real`; else leaves r as it is.
+__device__ __forceinline__ void load_eight(u32 (&r)[2], const void* p, bool real) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+               : "+r"(r[0]), "+r"(r[1])
+               : "l"(p), "r"((int)real));
+}
 // Prefetches the 128 bytes around `p` to L2.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 // Loads and stores by width; volatile, so that they are issued in program order.
+__device__ __forceinline__ u32 load_global1(u64 a) {
+  u32 r;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(r) : "l"(a));
+  return r;
+}
 __device__ __forceinline__ u32 load_global2(u64 a) {
   u16 r;
   asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(a));
@@ -212,6 +234,13 @@ __device__ __forceinline__ uint2 load_global8(u64 a) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(a));
   return r;
 }
+__device__ __forceinline__ uint4 load_global16(u64 a) {
+  uint4 r;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(a));
+  return r;
+}
 __device__ __forceinline__ void store_global2(u64 a, u32 x) {
   asm volatile("st.global.b16 [%0], %1;" ::"l"(a), "h"((u16)x) : "memory");
 }
@@ -220,6 +249,12 @@ __device__ __forceinline__ void store_global4(u64 a, u32 x) {
 }
 __device__ __forceinline__ void store_global8(u64 a, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(a), "r"(x), "r"(y) : "memory");
+}
+// 16 bytes of a state row.
+__device__ __forceinline__ void store_state_bits(u64 address, const uint4& x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
 }
 // Cache policy of a store: its line stays in L2 longer than others (`kept`) or not.
 __device__ __forceinline__ u64 write_policy(bool kept) {
@@ -310,11 +345,12 @@ __device__ __forceinline__ void load_matrix4_transposed(u32 (&r)[4], u32 a) {
 // Stores four 8x8 tiles transposed, of which each lane holds a row pair; lane 8i + r gives the
 // address of stored row r of tile i.
 __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-#else
+  if constexpr (SINCE_HOPPER) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+    return;
+  }
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -322,11 +358,18 @@ __device__ __forceinline__ void store_matrix4_transposed(u32 a, const u32 (&r)[4
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(r[i]));
     store_shared(__shfl_sync(0xffffffffu, a, 8 * i + (lane >> 2)) + 4 * (lane & 3), y);
   }
-#endif
 }
 // d[16x8] += a[16x16] b[16x8], bf16 operands, float32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d[16x8] += a[16x16] b[16x8], float16 operands, float32 sums.
+__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -342,17 +385,18 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
 }
 __device__ __forceinline__ bool barrier_try(u32 bar, u32 parity) {
   u32 done;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(bar), "r"(parity)
-               : "memory");
-#else
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(bar), "r"(parity)
-               : "memory");
-#endif
+  if constexpr (SINCE_HOPPER) {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+  } else {
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+  }
   return done != 0;
 }
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
@@ -378,7 +422,6 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 // Where it does not hold, barrier_arrive_remote and barrier_expect_remote need .release.cluster, barrier_wait of such a
 // barrier .acquire.cluster.
 
-#if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 cluster_address(u32 a, u32 rank) {
   u32 r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank));
@@ -424,7 +467,6 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
-#endif
 
 // --- registers -----------------------------------------------------------------------------------
 
@@ -435,5 +477,3 @@ __device__ __forceinline__ void set_registers() {
   if constexpr (N > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
   if constexpr (N < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-
-#endif  // KDACORE_EMULATE

@@ -8,10 +8,6 @@
 
 #include "common/ptx.cuh"
 
-#ifndef EVERY_LANE
-#define EVERY_LANE 0
-#endif
-
 // Arrivals of one warp.
 constexpr u32 WARP_ARRIVALS = EVERY_LANE ? 32 : 1;
 
@@ -20,7 +16,6 @@ __device__ __forceinline__ void warp_arrive(u32 bar, int lane) {
   if (EVERY_LANE || lane == 0) barrier_arrive(bar);
 }
 
-#if __CUDA_ARCH__ >= 900 || defined KDACORE_EMULATE
 __device__ __forceinline__ void warp_arrive_remote(u32 bar, int lane) {
   sync_warp();
   if (EVERY_LANE || lane == 0) barrier_arrive_remote(bar);
@@ -31,4 +26,3 @@ __device__ __forceinline__ void warp_expect_remote(u32 bar, u32 bytes) {
   for (u32 i = 1; i < WARP_ARRIVALS; ++i) barrier_arrive_remote(bar);
   barrier_expect_remote(bar, bytes);
 }
-#endif

@@ -1,10 +1,8 @@
 // Bulk copies between device and shared memory, and barriers for some of a block's threads
-// (sm_90a). Part of ptx.cuh's contract: the emulator has the same functions.
+// (sm_90a). Like ptx.cuh: the emulator has the same functions.
 #pragma once
 
 #include "sm90/wgmma.cuh"
-
-#ifndef KDACORE_EMULATE
 
 // The maximum over a warp, in all lanes.
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
@@ -95,5 +93,3 @@ __device__ __forceinline__ void store_matrix4(u32 a, const u32 (&r)[4]) {
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
-
-#endif

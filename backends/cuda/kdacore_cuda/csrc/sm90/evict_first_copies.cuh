@@ -1,11 +1,8 @@
 // Copies to shared memory of what no later launch reads. Their lines leave L2 before others, so
-// that more of what is read again stays there. Part of ptx.cuh's contract: the emulator has the same
-// functions.
+// that more of what is read again stays there. Like ptx.cuh: the emulator has the same functions.
 #pragma once
 
 #include "sm90/bulk_copies.cuh"
-
-#ifndef KDACORE_EMULATE
 
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
@@ -31,5 +28,3 @@ __device__ __forceinline__ void copy_async16_evict_first(u32 dst, const void* sr
                "r"(real ? 16 : 0), "l"(evict_first_policy())
                : "memory");
 }
-
-#endif

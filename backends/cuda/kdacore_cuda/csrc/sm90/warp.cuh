@@ -1,10 +1,8 @@
-// Functions for warps and pairs of warps. Part of ptx.cuh's contract: the emulator has the same
-// functions.
+// Functions for warps and pairs of warps. Like ptx.cuh: the emulator has the same functions.
 #pragma once
 
 #include "common/ptx.cuh"
 
-#ifndef KDACORE_EMULATE
 // Tells the compiler that all lanes hold the same value.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 // A barrier of the two warps of a pair.
@@ -17,4 +15,3 @@ __device__ __forceinline__ u32 multiply_bf16(u32 x, u32 y) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
   return r;
 }
-#endif

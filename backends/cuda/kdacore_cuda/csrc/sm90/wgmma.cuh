@@ -1,18 +1,9 @@
 // Warpgroup products (wgmma, sm_90a): four warps, the left operand in their registers, the right
-// one in shared memory, asynchronous until waited for. Part of ptx.cuh's contract: the emulator has
-// the same functions.
+// one in shared memory, asynchronous until waited for. Like ptx.cuh: the emulator has the same
+// functions.
 #pragma once
 
-#include "common/ptx.cuh"
-
-// A right operand in 128-byte rows, 16-byte pieces swizzled by row. Rows are tokens and the sum
-// runs along them (not transposed: `group` is the distance of 8 rows), or the sum runs over rows
-// (transposed: `column` is the distance of 64 columns, `group` that of 8 rows).
-__device__ __forceinline__ u64 operand_descriptor(u32 address, u32 column, u32 group) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(column >> 4) << 16 | (u64)(group >> 4) << 32 | 1ull << 62;
-}
-
-#ifndef KDACORE_EMULATE
+#include "sm90/operand_descriptor.cuh"
 
 // Accumulators as operands of an instruction: tiles from the i-th on, and the names of the first 8,
 // 16, 32 and 64 numbers.
@@ -109,5 +100,3 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[8][4], u64 a, u6
       : KDA_TILES8(d, 0)
       : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
-
-#endif

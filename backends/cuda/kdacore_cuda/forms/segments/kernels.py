@@ -45,7 +45,12 @@ def segments_prepare_kernel(
     """
     if not bounded:
         return prepare_kernel(float_gate, bounded, for_segments=True, leaving_only=leaving_only)
-    macros: tuple[tuple[str, int], ...] = (("G_FLOAT", int(float_gate)), ("SHARED_BYTES", _PREPARE_SHARED))
+    macros: tuple[tuple[str, int], ...] = (
+        ("G_FLOAT", int(float_gate)),
+        ("BOUNDED", 1),
+        ("SHARED_BYTES", _PREPARE_SHARED),
+        ("FOR_SEGMENTS", 1),
+    )
     if leaving_only:
         macros += (("LEAVING_ONLY", 1),)
     source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
@@ -62,8 +67,7 @@ def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
         bounded: every log decay lies in [-5, 0]. Else it does what the backward's kernel does.
     """
     plain = segments_prepare_kernel(float_gate, bounded)
-    macros = {**dict(plain.source.defines), "BOUNDED": int(bounded)}
-    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", tuple(macros.items()))
+    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", plain.source.defines)
     return SegmentsKernel(source, plain.threads, plain.shared)
 
 
@@ -96,6 +100,7 @@ def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False)
         {"WARPGROUPS": 2 // blocks}
         | ({"CLUSTER": 2} if paired else {})
         | ({"COMPOSES": 1} if composes else {})
+        | {"LAST_READER": 1}
     )
     return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, **defines)
 

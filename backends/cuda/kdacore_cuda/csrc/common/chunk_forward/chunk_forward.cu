@@ -18,13 +18,7 @@
 #include "common/chunk_forward/prepare.cuh"
 #include "common/chunk_forward/scan.cuh"
 
-#if CLUSTER > 1
-#define CLUSTER_ATTRIBUTE KDA_CLUSTER(CLUSTER)
-#else
-#define CLUSTER_ATTRIBUTE
-#endif
-
-KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
+KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) chunk_forward(KDA_PARAM ChunkForwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   const int warp = thread_index() >> 5, rank = block_index() % CLUSTER;
@@ -32,9 +26,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(), WARP_ARRIVALS);
     barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
                  WARP_ARRIVALS * CLUSTER * SCAN_WARPS);
-#if CLUSTER > 1
-    fence_barrier_init();
-#endif
+    if constexpr (CLUSTER > 1) fence_barrier_init();
   }
   wait_for_inputs();
   const int item = block_index() / CLUSTER;
@@ -53,18 +45,12 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     const float x = load_bias(p, sequence.hv, c) + gate.shift;
     bias[c] = gate.kind == GATE_SOFTPLUS ? softplus_bias(gate.rare, x) : x;
   }
-#if CLUSTER > 1
   sync_block();
-  sync_cluster();
-#else
-  sync_block();
-#endif
+  if constexpr (CLUSTER > 1) sync_cluster();
   if (warp < SCAN_WARPS) {
     scan_warp(p, sequence, shared, warp, rank);
   } else {
     prepare_warp(p, sequence, gate, shared, warp - SCAN_WARPS, rank);
   }
-#if CLUSTER > 1
-  sync_cluster();  // no block may exit while another still writes to its shared memory
-#endif
+  if constexpr (CLUSTER > 1) sync_cluster();  // no block may exit while another still writes to its shared memory
 }

@@ -2,91 +2,11 @@
 // synchronised only by the stages' barriers.
 #pragma once
 
-#include "common/chunk_forward/bounded_triangles.cuh"
+#include "common/chunk_forward/prepare_bounded.cuh"
+#include "common/chunk_forward/prepare_unbounded.cuh"
 #include "common/clear_rows.cuh"
-#include "common/chunk_forward/dyadic_triangles.cuh"
-#include "common/chunk_forward/sequences.cuh"
-#include "common/chunk_forward/shared_memory.cuh"
-#include "common/chunk_forward/tokens.cuh"
 #include "common/unit_triangle_inverse.cuh"
 #include "common/warp_arrivals.cuh"
-
-constexpr int SLICES = K / 32;
-constexpr int UNROLL = SLICE_UNROLL;
-
-// Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
-// tokens.
-struct Source {
-  const unsigned char *k, *q, *g;
-  u64 beta;
-  int k_token, q_token, g_token, beta_token;
-};
-
-// To this warp's next chunk.
-__device__ __forceinline__ void advance(Source& s) {
-  constexpr long long STEP = PREPARE_WARPS * CLUSTER * C;
-  s.k += STEP * s.k_token;
-  s.q += STEP * s.q_token;
-  s.g += STEP * s.g_token;
-  s.beta += STEP * s.beta_token;
-}
-
-// The next load, into the same registers as soon as they have been used: slice `slice` of the chunk
-// at `from`, of which this lane has `left` tokens. Registers of tokens past the end keep their
-// values.
-struct NextLoad {
-  const Source& from;
-  int slice, left;
-};
-
-__device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < G_VECTORS; ++j) {
-      load_sixteen(raw.g[i][j], r.from.g + i * r.from.g_token + 64 * G_VECTORS * r.slice + 16 * j,
-                   i < r.left);
-    }
-  }
-}
-
-__device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    load_sixteen(raw.k[i], r.from.k + i * r.from.k_token + 64 * r.slice, i < r.left);
-    load_sixteen(raw.q[i], r.from.q + i * r.from.q_token + 64 * r.slice, i < r.left);
-  }
-}
-
-// Sums over channels: both triangles (as tiles, or by dyadic level), squares and the diagonal.
-struct Products {
-#if BOUNDED
-  float tile[4][4];  // keys against even and odd tokens, then queries
-#else
-  float level[4][4], diagonal[2];
-#endif
-  float k_square[2], q_square[2];
-};
-
-// Where this lane's 8 channels of `slice` go in an operand half, for token i.
-__device__ __forceinline__ u32 piece_offset(const Lane& l, int i, int slice) {
-  return swizzled(2 * l.p + i, (slice & 1) * 4 + l.t);
-}
-
-// Decay of the whole chunk, in the order scan lanes read it: 4 floats (channels 2t, 2t+1, 2t+8,
-// 2t+9) a lane and 16 channels.
-__device__ __forceinline__ void store_decay(u32 stage, const Lane& l, int slice, const float (&decay)[8]) {
-  if (l.g) return;
-  const u32 to = stage + OFFSET(ChunkImage, decay) + 4 * (32 * slice + 16 * (l.t >> 1) + 2 * (l.t & 1));
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) store_shared(to + 8 * e, decay[e], decay[e + 1]);
-}
-
-#if BOUNDED
-#include "common/chunk_forward/prepare_bounded.cuh"
-#else
-#include "common/chunk_forward/prepare_unbounded.cuh"
-#endif
 
 __device__ __forceinline__ void store_scalars(u32 stage, const Lane& l, const Scalars& s) {
   if (l.t) return;
@@ -142,23 +62,21 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
       next.left = left - stride;
     }
     load_gate(raw, next);
-#if !BOUNDED
+    if constexpr (!BOUNDED) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      sum[0][e] = max_or_nan(sum[0][e], LOWEST_STEP);
-      sum[1][e] = max_or_nan(sum[1][e], LOWEST_STEP);
+      for (int e = 0; e < 8; ++e) {
+        sum[0][e] = max_or_nan(sum[0][e], LOWEST_STEP);
+        sum[1][e] = max_or_nan(sum[1][e], LOWEST_STEP);
+      }
     }
-#endif
     sum_steps(sum, total, l);
     if (slice == 0) barrier_wait(stage_empty.empty, stage_empty.parity);
-    prepare_slice(raw, sum, total, l, slice, stage, sums, next);
+    prepare_slice(Form<BOUNDED>(), raw, sum, total, l, slice, stage, sums, next);
   }
   set_norms(p, sums.k_square, sums.q_square, s);
   store_scalars(stage, l, s);
-#if !BOUNDED
-  sync_warp();
-#endif
-  store_triangles(stage, scratch, l, s, sums);
+  if constexpr (!BOUNDED) sync_warp();
+  store_triangles(Form<BOUNDED>(), stage, scratch, l, s, sums);
   sync_warp();
   store_inverse(stage, scratch, l.lane);
 }
@@ -166,21 +84,19 @@ __device__ __forceinline__ void prepare_chunk(Raw& raw, Source& from, const Gate
 // Publishes a finished stage: to this block's scan warps, and as a bulk copy to the other blocks of
 // the cluster.
 __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank) {
-#if CLUSTER > 1 || WARPGROUP
-  fence_async_proxy();
-#endif
+  if constexpr (CLUSTER > 1 || WARPGROUP) fence_async_proxy();
   warp_arrive(full, lane);
-#if CLUSTER > 1
-  if (lane == 0) {
+  if constexpr (CLUSTER > 1) {
+    if (lane == 0) {
 #pragma unroll
-    for (int i = 1; i < CLUSTER; ++i) {
-      const int to = (rank + i) % CLUSTER;
-      const u32 remote = cluster_address(full, to);
-      warp_expect_remote(remote, IMAGE_BYTES);
-      copy_to_block(cluster_address(stage, to), stage, IMAGE_BYTES, remote);
+      for (int i = 1; i < CLUSTER; ++i) {
+        const int to = (rank + i) % CLUSTER;
+        const u32 remote = cluster_address(full, to);
+        warp_expect_remote(remote, IMAGE_BYTES);
+        copy_to_block(cluster_address(stage, to), stage, IMAGE_BYTES, remote);
+      }
     }
   }
-#endif
 }
 
 __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const SequenceHead& w,

@@ -1,11 +1,14 @@
 // Bounded gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both
-// representable and one product gives all pairs. Part of prepare.cuh.
+// representable and one product gives all pairs. Used by prepare.cuh.
 #pragma once
+
+#include "common/chunk_forward/bounded_triangles.cuh"
+#include "common/chunk_forward/prepare_parts.cuh"
 
 // log2 of a factor of k 2^-G that keeps it from overflowing for G down to -116, and its inverse.
 constexpr float SHIFT = -64.0f, INVERSE_SHIFT = 18446744073709551616.0f;
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], const float (&total)[8],
+__device__ __forceinline__ void prepare_slice(Form<true>, Raw& raw, const float (&sum)[2][8], const float (&total)[8],
                                               const Lane& l, int slice, u32 stage, Products& sums,
                                               const NextLoad& next) {
   float to_end[8], decay[8];
@@ -58,7 +61,7 @@ __device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8]
   }
 }
 
-__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s,
+__device__ __forceinline__ void store_triangles(Form<true>, u32 stage, u32 scratch, const Lane& l, const Scalars& s,
                                                 const Products& sums) {
   store_bounded_triangles(stage + OFFSET(ChunkImage, qk), scratch, l, s, sums.tile, INVERSE_SHIFT,
                           INVERSE_SHIFT);

@@ -2,8 +2,11 @@
 // Pairs (i, j) are split by the smallest dyadic block holding both; its right half's first token is
 // the anchor, so both factors, 2^(G_i - G_anchor) and 2^(G_anchor - G_j), are at most 1. A level's
 // right halves are 8 tokens and its left halves 8: one product of (k right; q right) by (k left)
-// serves both triangles. Part of prepare.cuh.
+// serves both triangles. Used by prepare.cuh.
 #pragma once
+
+#include "common/chunk_forward/dyadic_triangles.cuh"
+#include "common/chunk_forward/prepare_parts.cuh"
 
 // The lane whose even token is the first one of the right half.
 __device__ __forceinline__ int anchor_lane(int lane, int level) {
@@ -21,7 +24,7 @@ __device__ __forceinline__ void pair_products(const Raw& raw, const float (&sum)
                        element(raw.k[0], c + 1) * exp2_fast(sum[1][c + 1] - sum[0][c + 1]));
     }
     const u32 a[4] = {word(raw.k[1], w), word(raw.q[1], w), word(raw.k[1], w + 1), word(raw.q[1], w + 1)};
-    mma_bf16(sums.level[0], a, b[0], b[1]);
+    mma_bf16(sums.tile[0], a, b[0], b[1]);
   }
 }
 
@@ -54,11 +57,11 @@ __device__ __forceinline__ void level_products(const Raw& raw, const float (&sum
       a[2 * j + 1] = right ? q1 : q_other;
       b[j] = right ? k_other : k0;
     }
-    mma_bf16(sums.level[level], a, b[0], b[1]);
+    mma_bf16(sums.tile[level], a, b[0], b[1]);
   }
 }
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const float (&sum)[2][8], float (&total)[8],
+__device__ __forceinline__ void prepare_slice(Form<false>, Raw& raw, const float (&sum)[2][8], float (&total)[8],
                                               const Lane& l, int slice, u32 stage, Products& sums,
                                               const NextLoad& next) {
 #pragma unroll
@@ -105,8 +108,8 @@ __device__ __forceinline__ void store_pair(u32 stage, u32 scratch, int i, int j,
   store_shared16(triangle_at(stage + OFFSET(ChunkImage, qk), i, j), pack_bf16(qk, 0.0f));
 }
 
-__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, const Lane& l, const Scalars& s,
+__device__ __forceinline__ void store_triangles(Form<false>, u32 stage, u32 scratch, const Lane& l, const Scalars& s,
                                                 Products& sums) {
-  store_levels(stage + OFFSET(ChunkImage, qk), scratch, l, sums.level, sums.diagonal,
+  store_levels(stage + OFFSET(ChunkImage, qk), scratch, l, sums.tile, sums.diagonal,
                [&](int i, int j, float kk, float qk) { store_pair(stage, scratch, i, j, kk, qk); });
 }

@@ -1,5 +1,7 @@
-// Products of a scan warp on its own, by mma.sync. Part of scan.cuh.
+// Products of a scan warp on its own, by mma.sync. Used by scan.cuh.
 #pragma once
+
+#include "common/chunk_forward/scan_parts.cuh"
 
 // x and o of every tile; the state decays as it is read.
 __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, const ScanLane& l, u32 stage) {
@@ -9,7 +11,7 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
     const u32 at =
         stage + OFFSET(ChunkImage, kq) + (kk >> 2) * 2 * ROWS_BYTES + swizzled(row, (kk & 3) * 2 + piece);
     u32 kb[4], qb[4];
-    const float4 d = load_decay(stage, kk, l.t);
+    const float4 d = load_decay(stage + OFFSET(ChunkImage, decay), kk, l.t);
     load_matrix4(kb, at);
     load_matrix4(qb, at + ROWS_BYTES);
 #pragma unroll
@@ -25,7 +27,7 @@ __device__ __forceinline__ void read_products(ScanState& state, Tokens& tok, con
   }
 }
 
-__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l,
+__device__ __forceinline__ void scan_chunk(ProductsBy<false>, ScanState& state, Tokens& tok, const ScanLane& l,
                                            const StageRef& at) {
   barrier_wait(at.full, at.parity);
   read_products(state, tok, l, at.base);
@@ -48,4 +50,4 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
   }
 }
 
-__device__ __forceinline__ void finish_chunk(ScanState& state) {}
+__device__ __forceinline__ void finish_chunk(ProductsBy<false>, ScanState& state) {}

@@ -1,17 +1,20 @@
 // Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands
-// read once for all four. Part of scan.cuh. The dependent chain from one state to the next limits
+// read once for all four. Used by scan.cuh. The dependent chain from one state to the next limits
 // the time, so everything else is loaded while the matrix unit works, and the state's 16-bit copy
 // is made before waiting for the chunk.
 #pragma once
 
-static_assert(ROW_TILES == 1, "a warpgroup carries one tile of 64 columns");
+#include "common/chunk_forward/scan_parts.cuh"
+#include "sm90/wgmma.cuh"
+
+static_assert(!WARPGROUP || ROW_TILES == 1, "a warpgroup carries one tile of 64 columns");
 
 // Descriptors of a stage's operands differ from stage 0's only in their addresses. These never
 // overflow their field, so a descriptor can be advanced by an addition.
 constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
 // On return the update of the state may still be running; finish_chunk waits for it.
-__device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const ScanLane& l,
+__device__ __forceinline__ void scan_chunk(ProductsBy<true>, ScanState& state, Tokens& tok, const ScanLane& l,
                                            const StageRef& at) {
   u32 a[K_TILES][4];
 #pragma unroll
@@ -29,7 +32,8 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
   SolveOperands solver;
   load_solve_operands(solver, l, at.base, at.values);
 #pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, 0, kk, load_decay(at.base, kk, l.t));
+  for (int kk = 0; kk < K_TILES; ++kk)
+    decay_state(state, 0, kk, load_decay(at.base + OFFSET(ChunkImage, decay), kk, l.t));
   warpgroup_wait<0>();
   fence_registers(tok.xo[0]);
   u32 w[4];
@@ -40,7 +44,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Tokens& tok, const 
   warpgroup_commit();
 }
 
-__device__ __forceinline__ void finish_chunk(ScanState& state) {
+__device__ __forceinline__ void finish_chunk(ProductsBy<true>, ScanState& state) {
   warpgroup_wait<0>();
   fence_registers(state.s[0]);
 }

@@ -6,7 +6,8 @@
 // keeps 16-byte stores to a swizzled operand free of bank conflicts.
 #pragma once
 
-#include "common/gate_steps.cuh"
+#include "common/gate_bias.cuh"
+#include "common/l2norm.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_forward_params.cuh"
 
@@ -37,11 +38,7 @@ __device__ __forceinline__ float element(const uint4& x, int e) {
   return e & 1 ? bf16_high(w) : bf16_low(w);
 }
 __device__ __forceinline__ float gate_input(const Raw& raw, int i, int e) {
-#if G_FLOAT
-  return __uint_as_float(word(raw.g[i][e >> 2], e & 3));
-#else
-  return element(raw.g[i][0], e);
-#endif
+  return G_FLOAT ? __uint_as_float(word(raw.g[i][e >> 2], e & 3)) : element(raw.g[i][0], e);
 }
 
 struct Biases {
@@ -66,22 +63,18 @@ __device__ __forceinline__ void usual_steps(const Raw& raw, const Gate& gate, u3
     return;
   }
   const Biases bias = load_biases(bias_at);
-#if !BOUNDED
-  if (gate.kind == GATE_SOFTPLUS) {
-    each_input(raw, s, [&](float x, int e) { return softplus_step(gate, LOG2E * x + bias.x[e]); });
+  if (!BOUNDED && gate.kind == GATE_SOFTPLUS) {
+    each_input(raw, s, [&](float x, int e) { return softplus_step(gate.unit, LOG2E * x + bias.x[e]); });
     return;
   }
-#endif
   each_input(raw, s, [&](float x, int e) { return sigmoid_step(gate, x + bias.x[e]); });
 }
 __device__ __forceinline__ void rare_steps(const Raw& raw, const Gate& gate, u32 bias_at, float (&s)[2][8]) {
   const Biases bias = load_biases(bias_at);
-#if !BOUNDED
-  if (gate.slope != 0.0f) {
-    each_input(raw, s, [&](float x, int e) { return softplus_step(gate, LOG2E * (x + bias.x[e])); });
+  if (!BOUNDED && gate.slope != 0.0f) {
+    each_input(raw, s, [&](float x, int e) { return softplus_step(gate.unit, LOG2E * (x + bias.x[e])); });
     return;
   }
-#endif
   const float still = still_step(gate);
   each_input(raw, s, [&](float x, int e) { return nothing_of(x + bias.x[e]) + still; });
 }
@@ -150,8 +143,8 @@ __device__ __forceinline__ void set_norms(const ChunkForwardParams& p, const flo
       qq += shuffle_xor(qq, 1);
       kk += shuffle_xor(kk, 2);
       qq += shuffle_xor(qq, 2);
-      s.k_norm[i] = inverse_sqrt(kk + 1e-6f);
-      s.q_factor[i] *= inverse_sqrt(qq + 1e-6f);
+      s.k_norm[i] = inverse_norm(kk);
+      s.q_factor[i] *= inverse_norm(qq);
     }
   }
 }

@@ -12,55 +12,6 @@
 // bfloat16 or float32.
 constexpr bool PLAIN = MODE > 0, ONE = MODE > 1, HEAD = MODE > 2;
 
-#ifdef KDACORE_EMULATE
-
-inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
-inline u32 load_global1(u64 a) { return *reinterpret_cast<const unsigned char*>(a); }
-inline uint4 load_global16(u64 a) {
-  uint4 r;
-  load_sixteen(r, reinterpret_cast<const void*>(a), true);
-  return r;
-}
-inline uint4 zero_bits() { return {0, 0, 0, 0}; }
-inline void store_state_bits(u64 address, const uint4& x) {
-  store_global(reinterpret_cast<void*>(address), x);
-}
-
-#else
-
-// Explicit, so that all kernels of this family round alike whatever code surrounds it.
-__device__ __forceinline__ float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
-
-// Loads by width. Volatile, so that they are issued in program order.
-__device__ __forceinline__ u32 load_global1(u64 a) {
-  u32 r;
-  asm volatile("ld.global.u8 %0, [%1];" : "=r"(r) : "l"(a));
-  return r;
-}
-__device__ __forceinline__ uint4 load_global16(u64 a) {
-  uint4 r;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "l"(a));
-  return r;
-}
-
-// Zeros that are written only on the path that needs them.
-__device__ __forceinline__ uint4 zero_bits() {
-  uint4 r;
-  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w));
-  return r;
-}
-// 16 bytes of a state row.
-__device__ __forceinline__ void store_state_bits(u64 address, const uint4& x) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z),
-               "r"(x.w)
-               : "memory");
-}
-
-#endif
-
 // N neighbouring elements of a token array in their own type; 16-bit types use half of the words.
 // Converting them here would wait for the load.
 template <int N>

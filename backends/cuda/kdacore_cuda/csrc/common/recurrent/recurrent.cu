@@ -114,7 +114,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   }
 
   // 2. Gate and norms of the first token, while the state is loaded.
-  const Gate<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
+  const ChannelGates<TOKEN_CHANNELS> gate = finish_gate(p, raw_gate);
   Tokens tokens;
   stage_token(tokens, at, finish_token(p, raw, gate), 0);
   // The row of the final state. Of one token it is loaded ahead; in a loop it would take registers.

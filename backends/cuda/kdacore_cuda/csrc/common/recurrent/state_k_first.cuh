@@ -1,12 +1,14 @@
 // State [K, V]: a block holds COLUMNS columns of V, its warps split K between them. A lane holds
 // VECTOR neighbouring columns of ROWS channels; a load of a warp is GROUPS pieces of COLUMNS
-// elements. Sums over K are completed in shared memory, with one barrier a token. Part of
+// elements. Sums over K are completed in shared memory, with one barrier a token. Used by
 // recurrent.cu.
 //
 // A warp adds its channels up in PARTS parts. For several tokens half as many warps as for one do the
 // work of two each, in two parts: the same sums in the same order, with what every warp does for itself
 // (gates, norms, completing the sums) done half as often.
 #pragma once
+
+#include "common/recurrent/token.cuh"
 
 constexpr int LANES = COLUMNS / VECTOR;  // lanes along V
 constexpr int GROUPS = 32 / LANES;       // channels side by side

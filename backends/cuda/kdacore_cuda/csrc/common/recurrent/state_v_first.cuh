@@ -1,7 +1,9 @@
 // State [V, K]: a warp holds ROWS * GROUPS rows of V, a lane VECTOR neighbouring channels of ROWS
 // of them. A load of a warp is 512 bytes in one piece. Warps share nothing, so there is no barrier.
-// Part of recurrent.cu.
+// Used by recurrent.cu.
 #pragma once
+
+#include "common/recurrent/token.cuh"
 
 constexpr int LANES = K / VECTOR;   // lanes along K
 constexpr int GROUPS = 32 / LANES;  // rows side by side

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/gate.cuh"
+#include "common/l2norm.cuh"
 #include "common/recurrent/memory.cuh"
 #include "generated/recurrent_params.cuh"
 
@@ -188,14 +189,8 @@ __device__ __forceinline__ RawGate<N> load_gate(const RecurrentParams& p, const 
 }
 
 template <int N>
-struct Gate {
-  float bias[N];
-  float factor;  // of the sigmoid's exponent in log2, or of softplus2
-};
-
-template <int N>
-__device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const RawGate<N>& raw) {
-  Gate<N> gate;
+__device__ __forceinline__ ChannelGates<N> finish_gate(const RecurrentParams& p, const RawGate<N>& raw) {
+  ChannelGates<N> gate;
 #pragma unroll
   for (int i = 0; i < N; ++i) gate.bias[i] = 0.0f;
   if (p.dt_bias && scalar_gate(p)) {
@@ -208,36 +203,8 @@ __device__ __forceinline__ Gate<N> finish_gate(const RecurrentParams& p, const R
     for (int i = 0; i < N; ++i) gate.bias[i] = held_bias(gate.bias[i]);
   }
   const float A_log = p.A_log ? __uint_as_float(raw.A_log) : 0.0f;
-  if (p.gate == GATE_SOFTPLUS) {
-    gate.factor = -softplus_rate_of(A_log);
-#pragma unroll
-    for (int i = 0; i < N; ++i) gate.bias[i] += softplus_shift_of(A_log);
-  } else {
-    gate.factor = slope_of(rate_of(A_log));
-  }
+  finish_gates(gate, p.gate, A_log);
   return gate;
-}
-
-// Raw gate inputs to decays, in place. One branch on the kind of gate for all channels.
-template <int N>
-__device__ __forceinline__ void decays(const RecurrentParams& p, float (&x)[N], const Gate<N>& gate) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) x[i] += gate.bias[i];
-  if (gate.factor == 0.0f) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = nothing_of(x[i]);
-  }
-  if (p.gate == GATE_SIGMOID) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      x[i] = exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(gate.factor * x[i])));
-  } else if (p.gate == GATE_SOFTPLUS) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp2_fast(gate.factor * softplus2(LOG2E * x[i]));
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * x[i]);
-  }
 }
 
 // A prepared token. q and k are not scaled: scale and norms are linear and applied to the sums.
@@ -250,7 +217,7 @@ struct Token {
 
 template <int N>
 __device__ __forceinline__ Token<N> finish_token(const RecurrentParams& p, const RawToken<N>& raw,
-                                                 const Gate<N>& gate) {
+                                                 const ChannelGates<N>& gate) {
   Token<N> x;
   to_floats(x.q, raw.q, qkv_type(p));
   to_floats(x.k, raw.k, qkv_type(p));
@@ -289,5 +256,5 @@ struct Factors {
 };
 __device__ __forceinline__ Factors factors_of(const RecurrentParams& p, float qq, float kk) {
   if (!(p.flags & FLAG_L2NORM)) return {p.scale, 1.0f};
-  return {p.scale * inverse_sqrt(qq + 1e-6f), inverse_sqrt(kk + 1e-6f)};
+  return {p.scale * inverse_norm(qq), inverse_norm(kk)};
 }

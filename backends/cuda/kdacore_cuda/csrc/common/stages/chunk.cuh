@@ -36,10 +36,10 @@ __device__ __forceinline__ void find_packed(const Params& p, int slot, Chunk& c)
     int before = lane_chunks;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
-      const int other = shuffle_int(before, lane >= d ? lane - d : lane);
+      const int other = shuffle(before, lane >= d ? lane - d : lane);
       if (lane >= d) before += other;
     }
-    const int total = shuffle_int(before, 31);
+    const int total = shuffle(before, 31);
     // At most one lane has found it; the sum broadcasts it.
     int first = 0, rows = 0, inside = slot - (before - lane_chunks);
 #pragma unroll

@@ -1,5 +1,5 @@
 // The triangular inverse of one chunk: float32 substitution inside blocks of 16, block columns
-// merged on the matrix unit with operands in two bfloat16 parts (about 16 bits). Part of intra.cu.
+// merged on the matrix unit with operands in two bfloat16 parts (about 16 bits). Used by intra.cu.
 //
 // The system lies in shared memory as 64 x SYSTEM_PITCH floats, its strictly lower triangle, zeros
 // above it inside the diagonal blocks. Diagonal blocks are replaced by their inverses. With A the

@@ -1,4 +1,4 @@
-// Products q_i . (k_j 2^(G_i - G_j)) and k_i . (k_j 2^(G_i - G_j)) of one chunk. Part of intra.cu.
+// Products q_i . (k_j 2^(G_i - G_j)) and k_i . (k_j 2^(G_i - G_j)) of one chunk. Used by intra.cu.
 //
 // G has no lower bound, so pairs (i, j) are split by the smallest dyadic block holding both; its
 // right half's first token is the anchor and both factors, 2^(G_i - G_anchor) and 2^(G_anchor -

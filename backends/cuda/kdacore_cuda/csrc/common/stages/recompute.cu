@@ -103,10 +103,10 @@ __device__ __forceinline__ void scale_keys(const RecomputeParams& p, const Chunk
       }
       if (row < c.rows) {
         const long long at = 2 * (output_at(p, c, row, K) + 4 * part);
-        store_eight(p.kg + at, scaled(raw[i].k[0], to_end[0], to_end[1]),
+        store_global8(p.kg + at, scaled(raw[i].k[0], to_end[0], to_end[1]),
                     scaled(raw[i].k[1], to_end[2], to_end[3]));
         if (p.q)
-          store_eight(p.qg + at, scaled(raw[i].q[0], down[0], down[1]),
+          store_global8(p.qg + at, scaled(raw[i].q[0], down[0], down[1]),
                       scaled(raw[i].q[1], down[2], down[3]));
       }
       const float beta = load_shared1(beta_at(inverse, row));

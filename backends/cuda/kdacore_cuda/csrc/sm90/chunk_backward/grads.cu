@@ -122,10 +122,10 @@ __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&d
   const OutputRows to = output_rows(p, unit, l);
   if (!BOUNDED && l.thread == UNIT_THREAD)
     write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
-  NormBackward q_norm = {}, k_norm = {};
+  NormGradient q_norm = {}, k_norm = {};
   if (!GROUPED) {
-    q_norm = norm_backward(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l);
-    k_norm = norm_backward(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l);
+    q_norm = row_norm_gradient(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l);
+    k_norm = row_norm_gradient(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l);
   }
   store_row_gradient(d.aq, q_norm, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
   fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, l);

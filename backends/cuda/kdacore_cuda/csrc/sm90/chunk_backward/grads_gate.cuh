@@ -14,41 +14,37 @@ __device__ __forceinline__ GateLoads load_gate(const ChunkBackwardParams& p, int
   if (l.thread == K && p.A_log) r.x = reinterpret_cast<const float*>(p.A_log)[hv];
   return r;
 }
-__device__ __forceinline__ bool is_softplus(const ChunkBackwardParams& p) {
-  return !BOUNDED && p.gate == GATE_SOFTPLUS;
-}
 __device__ __forceinline__ void store_gate_parameters(const ChunkBackwardParams& p, const GateLoads& gate, u32 to,
                                                       const Lane& l) {
   if (l.thread < K) store_shared(to + 4 * l.thread, __float_as_uint(held_bias(gate.x)));
   if (l.thread != K) return;
-  store_shared(to + OFFSET(GateParameters, rate),
-               __float_as_uint(is_softplus(p) ? softplus_rate_of(gate.x) : rate_of(gate.x)));
-  if (is_softplus(p))
-    store_shared(to + OFFSET(GateParameters, shift), __float_as_uint(softplus_shift_of(gate.x)));
+  store_shared(to + OFFSET(GateParameters, rate), __float_as_uint(gate_rate<BOUNDED>(p.gate, gate.x)));
+  if (is_softplus<BOUNDED>(p.gate))
+    store_shared(to + OFFSET(GateParameters, shift), __float_as_uint(gate_shift<BOUNDED>(p.gate, gate.x)));
 }
 
 // g + dt_bias of every element.
 __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate,
                                                  u32 shared, const Lane& l) {
-  const float shift = is_softplus(p) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
+  const float shift = is_softplus<BOUNDED>(p.gate) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
   const float bias[2] = {load_shared1(gate + 4 * l.channel) + shift,
                          load_shared1(gate + 4 * l.channel + 32) + shift};
-#if G_FLOAT
+  if constexpr (G_FLOAT) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
-    const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
+    for (int e = 0; e < 4; ++e) {
+      // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
+      const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      x[j][e] =
-          load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
-          bias[e >> 1];
+      for (int j = 0; j < 4; ++j)
+        x[j][e] =
+            load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
+            bias[e >> 1];
+    }
+  } else {
+    Operand g;
+    load_own(g, shared + OFFSET(SharedMemory, g), l);
+    each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
   }
-#else
-  Operand g;
-  load_own(g, shared + OFFSET(SharedMemory, g), l);
-  each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
-#endif
 }
 
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
@@ -59,12 +55,12 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
                                        const Lane& l) {
   load_gate_inputs(up, p, gate, shared, l);
   const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
-  if (rate == 0.0f && p.gate != GATE_LOG) scale_by_zero(up);
+  if (is_still(p.gate, rate)) scale_by_zero(up);
   if (p.gate == GATE_SIGMOID) {
     const float slope = slope_of(rate), bound = p.lower_bound * LOG2E;
-    each([&](int j, int e) { up[j][e] = bound * reciprocal(1.0f + exp2_fast(slope * up[j][e])); });
+    each([&](int j, int e) { up[j][e] = sigmoid_step(bound, slope, up[j][e]); });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
-    each([&](int j, int e) { up[j][e] = -rate * softplus2(LOG2E * up[j][e]); });
+    each([&](int j, int e) { up[j][e] = softplus_step(-rate, LOG2E * up[j][e]); });
   } else {
     each([&](int j, int e) { up[j][e] *= LOG2E; });
   }
@@ -121,28 +117,20 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkB
     each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
   }
   const float a = load_shared1(gate + OFFSET(GateParameters, rate));
-  if (a == 0.0f && p.gate != GATE_LOG) scale_by_zero(x);
+  if (is_still(p.gate, a)) scale_by_zero(x);
   GateSums sums = {};
   if (p.gate == GATE_SIGMOID) {
     const float slope = slope_of(a), span = -p.lower_bound * grow, bound = p.lower_bound * LOG2E;
     each([&](int j, int e) {
-      const float s = reciprocal(1.0f + exp2_fast(slope * x[j][e]));
-      if (!BOUNDED) d[j][e] = bound * s >= p.floor ? d[j][e] : 0.0f;
-      // The rate last: it may be so large that only all of the product is finite.
-      d[j][e] = -a * (d[j][e] * (s * (span - span * s)));
-      sums.rate += d[j][e] * x[j][e];
+      d[j][e] = sigmoid_gradient<BOUNDED>(d[j][e], x[j][e], a, slope, bound, span, p.floor, sums.rate);
     });
   } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
     each([&](int j, int e) {
-      const float step = -a * softplus2(LOG2E * x[j][e]), slope = -a * sigmoid(x[j][e]),
-                  dstep = d[j][e] * grow;
-      const bool kept = !(step < p.floor);  // not where a step is infinite, but where it is NaN
-      d[j][e] = kept ? dstep * slope : 0.0f;
-      if (kept) sums.rate += dstep * step;
+      d[j][e] = softplus_gradient(d[j][e], grow, x[j][e], a, p.floor, sums.rate);
     });
     sums.rate *= LN2;
   } else {
-    each([&](int j, int e) { d[j][e] = LOG2E * x[j][e] >= p.floor ? d[j][e] * grow : 0.0f; });
+    each([&](int j, int e) { d[j][e] = log_gradient(d[j][e], grow, x[j][e], p.floor); });
   }
   each([&](int j, int e) { sums.bias[e >> 1] += d[j][e]; });
   if (p.gate == GATE_SIGMOID && !(fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST))

@@ -36,26 +36,24 @@ __device__ __forceinline__ void fetch_own(u32 image, u64 from, long long stride,
   }
 }
 
-#if G_FLOAT
 // Offset of 16-byte piece `piece` (0..31) of token `row` of a float32 gate.
 __device__ __forceinline__ u32 gate_piece(int row, int piece) {
   return row * GATE_ROW + swizzled_piece(row, piece);
 }
-#endif
 
 __device__ __forceinline__ void fetch_gate(const ChunkBackwardParams& p, u32 shared, const NextUnit& next,
                                            const Lane& l) {
   const int rows = next.rows;
-#if G_FLOAT
+  if constexpr (G_FLOAT) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int token = HALF * l.token_half + l.g + 8 * i, piece = 16 * l.channel_half + 4 * l.warp + l.t;
-    copy_async16_of_line(shared + OFFSET(SharedMemory, g) + gate_piece(token, piece),
-                         row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
+    for (int i = 0; i < 4; ++i) {
+      const int token = HALF * l.token_half + l.g + 8 * i, piece = 16 * l.channel_half + 4 * l.warp + l.t;
+      copy_async16_of_line(shared + OFFSET(SharedMemory, g) + gate_piece(token, piece),
+                           row_of(next.g + 16 * piece, token, rows, 4 * (u32)p.g_st), token < rows);
+    }
+  } else {
+    fetch_own(shared + OFFSET(SharedMemory, g), next.g, p.g_st, rows, l);
   }
-#else
-  fetch_own(shared + OFFSET(SharedMemory, g), next.g, p.g_st, rows, l);
-#endif
 }
 
 // All threads: d_o, which every warp reads.

@@ -73,13 +73,13 @@ __device__ __forceinline__ void scale_states(Accumulators& d, u32 last, float sc
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float before = by.unit, after = by.shrink;
-#if BOUNDED
-    const u32 at = last + 4 * (l.channel + 8 * r);
-    if (l.token_half)
-      before *= load_shared1(at + OFFSET(ChunkDecays, first_half));
-    else
-      after *= load_shared1(at + OFFSET(ChunkDecays, second_half));
-#endif
+    if constexpr (BOUNDED) {
+      const u32 at = last + 4 * (l.channel + 8 * r);
+      if (l.token_half)
+        before *= load_shared1(at + OFFSET(ChunkDecays, first_half));
+      else
+        after *= load_shared1(at + OFFSET(ChunkDecays, second_half));
+    }
     const float fq = scale * by.shrink * before, fx = -by.shrink * before;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -1,6 +1,7 @@
 // The norms' backward, and stores of the gradients.
 #pragma once
 
+#include "common/l2norm.cuh"
 #include "sm90/chunk_backward/grads_gate.cuh"
 #include "sm90/chunk_backward/grads_loads.cuh"
 #include "sm90/chunk_backward/grads_pair_sums.cuh"
@@ -62,30 +63,24 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   }
 }
 
-// The norm's backward of token `lane` of the half: what its row of gradients is multiplied by, and
-// how much of the row is taken away.
-struct NormBackward {
-  float by, less;
-};
-__device__ __forceinline__ NormBackward norm_backward(int which, u32 norms, float grow,
-                                                      const ChunkBackwardParams& p, u32 shared,
-                                                      const Lane& l) {
+// The norm's gradient of token `lane` of the half: what its row of gradients is multiplied by, and how much of the row
+// is taken away.
+__device__ __forceinline__ NormGradient row_norm_gradient(int which, u32 norms, float grow,
+                                                          const ChunkBackwardParams& p, u32 shared,
+                                                          const Lane& l) {
   // Norms are 1 where rows are not to be normalised.
-  const float norm = load_shared1(norms + 4 * (HALF * l.token_half + l.lane)),
-              sum = load_token_sum(which, shared, l), by = norm * grow;
-  return {by, p.flags & FLAG_L2NORM ? by * norm * (norm * sum) : 0.0f};
+  const float norm = load_shared1(norms + 4 * (HALF * l.token_half + l.lane));
+  return norm_gradient(p.flags & FLAG_L2NORM, norm, load_token_sum(which, shared, l), grow);
 }
 
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm
 // unless heads are grouped. The rows as they were given: where most of a gradient lies along them,
 // what is taken away needs more bits than operands have.
-__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const NormBackward& norm,
+__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const NormGradient& norm,
                                                    u32 image, float grow, const ChunkBackwardParams& p,
                                                    u64 array, u32 shared, u32 unit, const OutputRows& to,
                                                    const Lane& l) {
-#if GROUPED
-  store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
-#else
+  if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
   Operand r;
   load_own(r, shared + image, l);
 #pragma unroll
@@ -99,7 +94,6 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
     }
   }
   store_own(shared + image, r, p, array, to, l);
-#endif
 }
 
 // dgc to gradients of the decays, in place: sums from each token to the half's end, `following`
@@ -141,13 +135,13 @@ __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const Chun
                                                     const Lane& l) {
   const GateSums sums =
       gate_backward(d, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
-#if G_FLOAT
-  store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
-#else
-  Operand x;
-  make_operand(x, [&](int j, int e) { return d[j][e]; });
-  store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, to, l);
-#endif
+  if constexpr (G_FLOAT) {
+    store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
+  } else {
+    Operand x;
+    make_operand(x, [&](int j, int e) { return d[j][e]; });
+    store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, to, l);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = sum_quad(sums.bias[r]);

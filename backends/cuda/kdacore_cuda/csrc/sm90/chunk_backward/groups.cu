@@ -5,6 +5,7 @@
 //
 // Grid: a warp a token and query/key head, four channels a lane. Sums are float32 until the result
 // is stored as bfloat16.
+#include "common/l2norm.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
 
@@ -45,7 +46,7 @@ KDA_KERNEL(THREADS, 1) groups(KDA_PARAM GroupsParams p) {
       square += x[i] * x[i];
       inner += x[i] * d[i];
     }
-    const float r = inverse_sqrt(sum_lanes(square) + 1e-6f);
+    const float r = inverse_norm(sum_lanes(square));
     const float along = sum_lanes(inner) * r * r;
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] = r * (d[i] - along * x[i]);

@@ -1,7 +1,7 @@
 // What gates and betas make of a unit's inputs.
 #pragma once
 
-#include "common/gate_steps.cuh"
+#include "common/gate_bias.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
 
 // Row 0 of a unit's input, and from one token to the next, in bytes.

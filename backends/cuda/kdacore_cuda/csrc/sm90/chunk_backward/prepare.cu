@@ -23,7 +23,6 @@
 //
 // Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; LEAVING_ONLY, of a pack the
 // operands of the sequence that goes on behind the slice, the one that ends at T.
-#include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_block.cuh"
 
 KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
@@ -32,8 +31,6 @@ KDA_KERNEL(THREADS, BLOCKS) prepare(KDA_PARAM ChunkBackwardParams p) {
   wait_for_inputs();
   const Unit u = find_unit(p, block_index());
   if (!u.rows) return;
-#if LEAVING_ONLY
-  if (load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
-#endif
+  if (LEAVING_ONLY && load_index(p.cu_seqlens, u.n + 1, p.flags & FLAG_CU64) != p.T) return;
   make_only_unit(p, u, shared);
 }

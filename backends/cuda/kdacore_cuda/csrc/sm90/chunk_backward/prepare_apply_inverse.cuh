@@ -16,7 +16,7 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
     // Tokens 0-7, then 8-15, of channels (values) 0-7, then 8-15.
     const u32 at = shared + image * SQUARE_BYTES + tile_offset(16 * j + (lane & 15), piece + (lane >> 4));
     load_matrix4_transposed(zb[j], at + OFFSET(SharedMemory, k));
-    load_matrix4_transposed(vb[j], at + OFFSET(SharedMemory, v));
+    load_matrix4_transposed(vb[j], at + OFFSET(Matrices<false>, v));
     const u32 beta = shared + OFFSET(SharedMemory, beta) + 4 * (16 * j + 2 * t);
     const float2 b0 = load_shared2(beta), b1 = load_shared2(beta + 32);
     vb[j][0] = scaled_pair(vb[j][0], b0.x, b0.y);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(w[0][n][2 * h], w[0][n][2 * h + 1]);
     }
-    store_matrix4(shared + OFFSET(SharedMemory, w) + image * SQUARE_BYTES +
+    store_matrix4(shared + OFFSET(Matrices<false>, w) + image * SQUARE_BYTES +
                       swizzled(16 * i + (lane & 15), piece + (lane >> 4)),
                   out);
 #pragma unroll
@@ -71,8 +71,19 @@ __device__ __forceinline__ void apply_inverse(u32 shared, int warp, int lane, fl
 #pragma unroll
       for (int h = 0; h < 2; ++h) out[2 * n + h] = pack_bf16(u[n][2 * h], u[n][2 * h + 1]);
     }
-    store_matrix4_transposed(shared + OFFSET(SharedMemory, u) +
+    store_matrix4_transposed(shared + OFFSET(Matrices<false>, u) +
                                  swizzled(16 * warp + (lane & 7) + (lane >> 1 & 8), 2 * i + (lane >> 3 & 1)),
                              out);
   }
+}
+
+// One thread: w and u to the workspace.
+__device__ __forceinline__ void store_w_and_u(const ChunkBackwardParams& p, u32 shared) {
+  copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(Matrices<false>, w), TILE_BYTES);
+  // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
+  // written.
+  copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(Matrices<false>, u), SQUARE_BYTES);
+  copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(Matrices<false>, u) + SQUARE_BYTES,
+           SQUARE_BYTES);
+  copy_out_commit();
 }

@@ -2,8 +2,8 @@
 // (chunk_forward/segments/chunk_operands.cuh), which products of the inverse with keys and pairs make.
 #pragma once
 
-#include "sm90/chunk_backward/prepare_operands.cuh"
 #include "sm90/chunk_backward/prepare_pairs.cuh"
+#include "sm90/chunk_backward/prepare_strips.cuh"
 #include "sm90/scaled_pieces.cuh"
 
 // 32 rows of 64 bytes from this strip's place in a tile of shared memory to a tile of the record, times a
@@ -51,7 +51,7 @@ __device__ __forceinline__ void make_kt(u32 shared, int warp, int lane) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     // Tokens 0-7, then 8-15, of channels 0-7, then 8-15.
-    load_matrix4_transposed(kg[m], shared + OFFSET(SharedMemory, kg) + image * SQUARE_BYTES +
+    load_matrix4_transposed(kg[m], shared + OFFSET(Matrices<true>, kg) + image * SQUARE_BYTES +
                                        tile_offset(16 * m + (lane & 15), piece + (lane >> 4)));
   }
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void make_kt(u32 shared, int warp, int lane) {
       for (int h = 0; h < 2; ++h)
         out[2 * n + h] = pack_bf16(x[n][2 * h] * beta[h], x[n][2 * h + 1] * beta[h]);
     }
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, kt) + image * SQUARE_BYTES, j, warp & 3, lane), out);
+    store_matrix4(block_at(shared + OFFSET(Matrices<true>, kt) + image * SQUARE_BYTES, j, warp & 3, lane), out);
   }
 }
 
@@ -101,14 +101,14 @@ __device__ __forceinline__ void make_aqt(u32 shared, int warp, int lane) {
     }
     u32 out[4];
     pack_tiles(x[0], x[1], out);
-    store_matrix4(block_at(shared + OFFSET(SharedMemory, aqt), i, j, lane), out);
+    store_matrix4(block_at(shared + OFFSET(Matrices<true>, aqt), i, j, lane), out);
   }
 }
 
 // One thread: kt and aqt to the record.
-__device__ __forceinline__ void store_products(const ChunkBackwardParams& p, u32 shared) {
+__device__ __forceinline__ void store_record(const ChunkBackwardParams& p, u32 shared) {
   unsigned char* const record = record_of(p);
-  copy_out(record + OFFSET(ChunkOperands, kt), shared + OFFSET(SharedMemory, kt), TILE_BYTES);
-  copy_out(record + OFFSET(ChunkOperands, aqt), shared + OFFSET(SharedMemory, aqt), SQUARE_BYTES);
+  copy_out(record + OFFSET(ChunkOperands, kt), shared + OFFSET(Matrices<true>, kt), TILE_BYTES);
+  copy_out(record + OFFSET(ChunkOperands, aqt), shared + OFFSET(Matrices<true>, aqt), SQUARE_BYTES);
   copy_out_commit();
 }

@@ -1,6 +1,7 @@
 // Loads of inputs to shared memory; beta and the norms of each row.
 #pragma once
 
+#include "common/l2norm.cuh"
 #include "sm90/chunk_backward/inputs.cuh"
 #include "sm90/chunk_backward/prepare_shared_memory.cuh"
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ void store_norms(const ChunkBackwardParams& p, u32 sh
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int token = first + (lane >> 2) + 8 * i;
-    const float r = p.flags & FLAG_L2NORM && token < rows ? inverse_sqrt(square[i] + 1e-6f) : 1.0f;
+    const float r = p.flags & FLAG_L2NORM && token < rows ? inverse_norm(square[i]) : 1.0f;
     const u32 row = 4 * token;
     const float factor = keys ? load_shared1(shared + OFFSET(SharedMemory, beta) + row) : p.scale;
     store_shared(shared + (keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_norm)) + row,

@@ -1,13 +1,15 @@
-// Bounded gates: an anchor serves a half. Part of prepare_operands.cuh.
+// Bounded gates: an anchor serves a half. Used by prepare_operands.cuh.
 #pragma once
+
+#include "sm90/chunk_backward/prepare_strips.cuh"
 
 // The strip's part of zq, zb, yk and sk to shared memory, of kg, kg_low and qg to device memory
 // (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
 //
 // Both halves run the same instructions, to keep the code small: the blocks that share a multiprocessor are at
 // different places in it, and together they need more than the instruction cache holds.
-__device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
-                                              const float (&x)[4][8]) {
+__device__ __forceinline__ void make_bounded_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
+                                                      const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * s.half + 8 * s.t);
   const u32 totals = shared + OFFSET(SharedMemory, totals) + 4 * (32 * s.slice + s.g);
   const auto total = [&](int half, int i) { return load_shared1(totals + 4 * K * half + 32 * i); };
@@ -57,11 +59,8 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
       qg[m] = pack_bf16(z0 * unit * more, z1 * unit * more);
     }
     store_matrix4_transposed(at, q);
-#if !FOR_SEGMENTS
-    store_matrix4_transposed(staging_address(strip_of(shared, s), i, s.lane >> 3, s.lane & 7), qg);
-#endif
+    if constexpr (!FOR_SEGMENTS)
+      store_matrix4_transposed(staging_address(strip_of(shared, s), i, s.lane >> 3, s.lane & 7), qg);
   }
-#if !FOR_SEGMENTS
-  flush_strip(strip_of(shared, s), s, place_of(p.qg, TILE_BYTES));
-#endif
+  if constexpr (!FOR_SEGMENTS) flush_strip(strip_of(shared, s), s, place_of(p.qg, TILE_BYTES));
 }

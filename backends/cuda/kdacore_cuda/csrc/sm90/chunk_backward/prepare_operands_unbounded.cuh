@@ -1,13 +1,15 @@
 // Unbounded gates: an anchor serves a quarter. Each later quarter also needs the keys decayed to
 // its start: the second in sk (of its 32 rows the last 16 are not read), the third in sk_third, the
-// fourth in sk_fourth (of its 64 rows the last 16 are not read). Part of prepare_operands.cuh.
+// fourth in sk_fourth (of its 64 rows the last 16 are not read). Used by prepare_operands.cuh.
 #pragma once
+
+#include "sm90/chunk_backward/prepare_strips.cuh"
 
 // The strip's part of zq, zb, yk and the decayed keys to shared memory, of kg, kg_low and qg to
 // device memory (FOR_SEGMENTS: kg to shared memory). `x`: from sum_strip.
 // Both halves run the same instructions (prepare_operands_bounded.cuh says why).
-__device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
-                                              const float (&x)[4][8]) {
+__device__ __forceinline__ void make_unbounded_operands(const ChunkBackwardParams& p, u32 shared, const Strip& s,
+                                                        const float (&x)[4][8]) {
   const u32 tokens = shared + 4 * (HALF * s.half + 8 * s.t);
   const float unit = exp2_fast(-p.centre);
   const bool later = s.t & 2;  // this lane's quarter of the half
@@ -53,18 +55,18 @@ __device__ __forceinline__ void make_operands(const ChunkBackwardParams& p, u32 
     store_matrix4_transposed(at + OFFSET(SharedMemory, k), k);
     store_matrix4_transposed(at + OFFSET(SharedMemory, q), q);
     store_matrix4_transposed(at + OFFSET(SharedMemory, yk), y);
-    store_matrix4_transposed(at + OFFSET(SharedMemory, sk_fourth), s3);
+    store_matrix4_transposed(at + fourth_keys(), s3);
     if (!s.half) {
       store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk), s1);
-      store_matrix4_transposed(narrow + OFFSET(SharedMemory, sk_third), s2);
+      store_matrix4_transposed(narrow + third_keys(), s2);
     }
     store_kg(p, shared, s, i, kg, low);
   }
-#if !FOR_SEGMENTS
-  const u32 strip = strip_of(shared, s);
+  if constexpr (!FOR_SEGMENTS) {
+    const u32 strip = strip_of(shared, s);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
-  flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
-#endif
+    for (int i = 0; i < 4; ++i)
+      store_matrix4_transposed(staging_address(strip, i, s.lane >> 3, s.lane & 7), qg[i]);
+    flush_strip(strip, s, place_of(p.qg, TILE_BYTES));
+  }
 }

@@ -21,14 +21,10 @@ __device__ __forceinline__ bool across(int row_block, int j) {
 __device__ __forceinline__ void multiply_pairs(Pairs& out, u32 shared, u32 left, int row_block, int lane) {
   // Left: rows lane % 8, then + 8, of channels 0-7, then 8-15. Right: channels 0-7, then 8-15, of
   // rows lane % 8, then + 8.
-#if BOUNDED
-  constexpr u32 earlier = OFFSET(SharedMemory, sk), wide = HALF_SQUARE;
-#else
-  const u32 earlier = row_block < 2    ? OFFSET(SharedMemory, sk)
-                      : row_block == 2 ? OFFSET(SharedMemory, sk_third)
-                                       : OFFSET(SharedMemory, sk_fourth);
-  const u32 wide = row_block == 3 ? SQUARE_BYTES : HALF_SQUARE;
-#endif
+  const u32 earlier = BOUNDED || row_block < 2 ? OFFSET(SharedMemory, sk)
+                      : row_block == 2         ? third_keys()
+                                               : fourth_keys();
+  const u32 wide = !BOUNDED && row_block == 3 ? SQUARE_BYTES : HALF_SQUARE;
   const u32 a_at = shared + left + tile_offset(16 * row_block + (lane & 15), lane >> 4);
   const u32 b_at = tile_offset((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
 #pragma unroll

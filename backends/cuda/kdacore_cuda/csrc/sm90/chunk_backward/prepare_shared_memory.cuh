@@ -29,12 +29,7 @@
 
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/prepare_unit_inputs.cuh"
-#ifndef FOR_SEGMENTS
-#define FOR_SEGMENTS 0
-#endif
-#if FOR_SEGMENTS
 #include "sm90/chunk_forward/segments/chunk_operands.cuh"
-#endif
 
 constexpr int THREADS = 256;
 constexpr int PARTS = BOUNDED ? 2 : 4;
@@ -47,43 +42,19 @@ struct Staging {                    // of one warp's strip
 };
 constexpr u32 STRIP_BYTES = sizeof(Staging);
 
-struct SharedMemory {
+// The matrices, for the backward or for segments.
+template <bool SEGMENTS>
+struct Matrices;
+template <>
+struct Matrices<false> {
   TileImage k;
   union {
     TileImage q;
-#if FOR_SEGMENTS
-    TileImage kt;
-#else
     TileImage w;
-#endif
     struct {
       SquareImage system_high, system_low;
     };
   };
-#if FOR_SEGMENTS
-  union {
-    u16 sk[2][HALF][64];
-    float diagonal[4][16][DIAGONAL_PITCH];
-    SquareImage aqt;
-  };
-  union {
-#if G_FLOAT
-    float raw_g[C][K];
-#endif
-    struct {
-      TileImage kg;
-      union {
-        TileImage yk;
-        struct {
-          SquareImage aqk, inverse;
-        };
-#if !G_FLOAT
-        TileImage raw_g;
-#endif
-      };
-    };
-  };
-#else
   union {
     TileImage u;
     struct {
@@ -93,42 +64,76 @@ struct SharedMemory {
       };
       union {
         Staging strips[8];
-#if G_FLOAT
-        float raw_g[C][K];
-#endif
+        float float_g[C][K];
         struct {
           SquareImage aqk, inverse;
           union {
             TileImage yk;
             TileImage v;
-#if !G_FLOAT
-            TileImage raw_g;
-#endif
+            TileImage half_g;
           };
         };
       };
     };
   };
-#endif
-#if !BOUNDED
-  u16 sk_third[2][HALF][64];
-  TileImage sk_fourth;
-#endif
+};
+template <>
+struct Matrices<true> {
+  TileImage k;
+  union {
+    TileImage q;
+    TileImage kt;
+    struct {
+      SquareImage system_high, system_low;
+    };
+  };
+  union {
+    u16 sk[2][HALF][64];
+    float diagonal[4][16][DIAGONAL_PITCH];
+    SquareImage aqt;
+  };
+  union {
+    float float_g[C][K];
+    struct {
+      TileImage kg;
+      union {
+        TileImage yk;
+        struct {
+          SquareImage aqk, inverse;
+        };
+        TileImage half_g;
+      };
+    };
+  };
+};
+// sk as the third and the fourth quarter see it.
+template <bool BOUNDED_GATES>
+struct LaterKeys {};
+template <>
+struct LaterKeys<false> {
+  u16 third[2][HALF][64];
+  TileImage fourth;
+};
+// One number a row or channel.
+struct UnitNumbers {
   float beta[C], q_norm[C], k_norm[C];  // these three are `rows` of the workspace
   float q_factor[C];                    // scale / |q|
   float kb_factor[C];                   // beta / |k|
   float totals[PARTS][K];               // log2 decay of each part
   float bias[K];
-#if FOR_SEGMENTS
-  u32 place;  // the unit's, in the workspace, if SIDE_BY_SIDE; there is no register for it
-#else
-  u32 value_rows[4];  // address of v's rows and their number, likewise
-#endif
-#if SIDE_BY_SIDE
+  // The address of v's rows and their number (not FOR_SEGMENTS); the unit's place in the workspace. There are no
+  // registers for them.
+  u32 unit[FOR_SEGMENTS ? 1 : 4];
+};
+// What a block with several units needs for each.
+template <bool SEVERAL_UNITS>
+struct PlaceMemory {};
+template <>
+struct PlaceMemory<true> {
   UnitInputs inputs[2];   // of this unit and of the next one
   u64 given[2], written;  // barriers
-#endif
 };
+struct SharedMemory : Matrices<FOR_SEGMENTS>, LaterKeys<BOUNDED>, UnitNumbers, PlaceMemory<SIDE_BY_SIDE> {};
 constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
 static_assert((SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
               "the host's shared memory size is too small");
@@ -141,16 +146,53 @@ __device__ __forceinline__ u32 tile_offset(int row, int piece) {
   return row * IMAGE_ROW + ((piece ^ (row & 7) ^ (row >> 2 & 6)) << 4);
 }
 
-#include "sm90/chunk_backward/prepare_places.cuh"
+__device__ __forceinline__ u32 raw_gates() {
+  return G_FLOAT ? OFFSET(SharedMemory, float_g) : OFFSET(SharedMemory, half_g);
+}
+// Of unbounded gates.
+__device__ __forceinline__ u32 third_keys() {
+  return sizeof(Matrices<FOR_SEGMENTS>) + OFFSET(LaterKeys<false>, third);
+}
+__device__ __forceinline__ u32 fourth_keys() {
+  return sizeof(Matrices<FOR_SEGMENTS>) + OFFSET(LaterKeys<false>, fourth);
+}
 
-#if FOR_SEGMENTS
+// Which unit a thread works on, and where that lies in shared memory. A unit has THREADS threads and a
+// part of shared memory: those of a block, or (SIDE_BY_SIDE) of one of several units that a block computes
+// at once. Then both are computed anew wherever they are asked for: there are no registers to keep them.
+__device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
+__device__ __forceinline__ int unit_thread() {
+  if constexpr (SIDE_BY_SIDE) return opaque(thread_index()) % THREADS;
+  return thread_index();
+}
+__device__ __forceinline__ u32 place_memory(int place) {
+  KDA_SHARED(memory);
+  return shared_address(memory) + place * UNIT_PITCH;
+}
+__device__ __forceinline__ u32 unit_memory() { return place_memory(unit_in_block()); }
+__device__ __forceinline__ u32 unit_index() {
+  if constexpr (SIDE_BY_SIDE) return __float_as_uint(load_shared1(unit_memory() + OFFSET(SharedMemory, unit)));
+  return block_index();
+}
+__device__ __forceinline__ void sync_unit() {
+  if constexpr (SIDE_BY_SIDE)
+    sync_threads(1 + unit_in_block(), THREADS);
+  else
+    sync_block();
+}
+// One half of a unit's threads.
+__device__ __forceinline__ void sync_half_unit() {
+  if constexpr (SIDE_BY_SIDE)
+    sync_threads(1 + BLOCKS + 2 * unit_in_block(), THREADS / 2);
+  else
+    sync_threads(1, THREADS / 2);
+}
+
 // The unit's record.
 __device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p) {
   return reinterpret_cast<unsigned char*>(p.last) + (u64)unit_index() * sizeof(ChunkOperands);
 }
-#else
 // The unit in an array of the workspace.
 __device__ __forceinline__ unsigned char* place_of(u64 base, u32 bytes) {
   return reinterpret_cast<unsigned char*>(base) + (u64)unit_index() * bytes;
 }
-#endif

@@ -1,13 +1,10 @@
 // What the threads of a unit do, in steps that sync_unit() separates. Which warps do what: prepare.cu.
 #pragma once
 
+#include "sm90/chunk_backward/prepare_apply_inverse.cuh"
+#include "sm90/chunk_backward/prepare_for_segments.cuh"
 #include "sm90/chunk_backward/prepare_inverse.cuh"
 #include "sm90/chunk_backward/prepare_operands.cuh"
-#if FOR_SEGMENTS
-#include "sm90/chunk_backward/prepare_for_segments.cuh"
-#else
-#include "sm90/chunk_backward/prepare_apply_inverse.cuh"
-#endif
 
 static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 
@@ -17,11 +14,10 @@ static_assert(THREADS == C + ROWS_BYTES / 4, "a thread a row value");
 __device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g, int rows, u32 shared,
                                             int thread) {
   const Rows from = {reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2)};
-#if G_FLOAT
-  fetch_floats(shared + OFFSET(SharedMemory, raw_g), from, rows, thread);
-#else
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, raw_g), from, rows, thread);
-#endif
+  if constexpr (G_FLOAT)
+    fetch_floats(shared + raw_gates(), from, rows, thread);
+  else
+    fetch_tile<THREADS>(shared + raw_gates(), from, rows, thread);
 }
 __device__ __forceinline__ Rows half_rows(u64 at, long long step) {
   return {reinterpret_cast<const unsigned char*>(at), (int)step * 2};
@@ -36,22 +32,21 @@ __device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p,
   if (G_FLOAT) fetch_gates(p, g, rows, shared, thread);
   fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread);
   copy_async_commit();
-#if FOR_SEGMENTS
-  if (thread == 0) store_shared(shared + OFFSET(SharedMemory, place), at);
-#else
-  prefetch_tile(half_rows(v, p.v_st), rows, thread);
-  if (thread == 0)
-    store_shared(shared + OFFSET(SharedMemory, value_rows), (u32)v, (u32)(v >> 32), (u32)rows, at);
-#endif
+  const u32 to = shared + OFFSET(SharedMemory, unit);
+  if constexpr (FOR_SEGMENTS) {
+    if (thread == 0) store_shared(to, at);
+  } else {
+    prefetch_tile(half_rows(v, p.v_st), rows, thread);
+    if (thread == 0) store_shared(to, (u32)v, (u32)(v >> 32), (u32)rows, at);
+  }
 }
 
-#if !FOR_SEGMENTS
 // v to shared memory and aqk from it to the workspace, by half of the threads.
 __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread, int warp,
                                              int lane) {
-  const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, value_rows));
+  const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, unit));
   const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x), 2 * (int)p.v_st};
-  fetch_tile<THREADS / 2>(shared + OFFSET(SharedMemory, v), values, (int)from.z, 32 * (warp >> 1) + lane);
+  fetch_tile<THREADS / 2>(shared + OFFSET(Matrices<false>, v), values, (int)from.z, 32 * (warp >> 1) + lane);
   copy_async_commit();
   if (thread == 0) {
     copy_out(place_of(p.aqk, SQUARE_BYTES), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
@@ -60,7 +55,6 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   }
   copy_async_wait<0>();
 }
-#endif
 
 // Steps 2 to 6, once inputs have been asked for and parameters stored: w and u (FOR_SEGMENTS: kt and aqt)
 // are left in shared memory. Calls f() after step 2.
@@ -83,17 +77,16 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
 
     // 3. Operands; kg, qg, last and rows (FOR_SEGMENTS: kd, qg and last) go to the workspace.
     if (thread < K) write_decays(p, shared, thread);
-#if !FOR_SEGMENTS
-    if (thread >= C) {
+    if (!FOR_SEGMENTS && thread >= C) {
       const int i = thread - C;
       reinterpret_cast<float*>(place_of(p.rows, ROWS_BYTES))[i] =
           load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * i);
     }
-#endif
-    make_operands(p, shared, s, x);
-#if FOR_SEGMENTS
-    store_decayed(p, shared, s);
-#endif
+    if constexpr (BOUNDED)
+      make_bounded_operands(p, shared, s, x);
+    else
+      make_unbounded_operands(p, shared, s, x);
+    if constexpr (FOR_SEGMENTS) store_decayed(p, shared, s);
   }
   sync_unit();
 
@@ -116,40 +109,33 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     sync_half_unit();
     merge_column(shared, row_block, lane);
     fence_async_proxy();
-  } else {
-#if FOR_SEGMENTS
+  } else if constexpr (FOR_SEGMENTS) {
     store_image(row_block, pairs, shared + OFFSET(SharedMemory, aqk), shared + OFFSET(SharedMemory, inverse),
                 lane);
-#else
+  } else {
     fetch_values(p, shared, thread, warp, lane);
-#endif
   }
   sync_unit();
 
   // 6. w and u; or kt and aqt.
-#if FOR_SEGMENTS
-  make_kt(shared, own_warp, lane);
-  make_aqt(shared, own_warp, lane);
-#else
-  if (thread == 0) {
-    copy_out(place_of(p.inv, SQUARE_BYTES), shared + OFFSET(SharedMemory, inverse), SQUARE_BYTES);
-    copy_out_commit();
+  if constexpr (FOR_SEGMENTS) {
+    make_kt(shared, own_warp, lane);
+    make_aqt(shared, own_warp, lane);
+  } else {
+    if (thread == 0) {
+      copy_out(place_of(p.inv, SQUARE_BYTES), shared + OFFSET(SharedMemory, inverse), SQUARE_BYTES);
+      copy_out_commit();
+    }
+    apply_inverse(shared, warp, lane, unit);
   }
-  apply_inverse(shared, warp, lane, unit);
-#endif
   fence_async_proxy();
   sync_unit();
 }
 
-#if !FOR_SEGMENTS
-// One thread: w and u to the workspace.
+// One thread: what make_unit left in shared memory to device memory.
 __device__ __forceinline__ void store_products(const ChunkBackwardParams& p, u32 shared) {
-  copy_out(place_of(p.w, TILE_BYTES), shared + OFFSET(SharedMemory, w), TILE_BYTES);
-  // In halves, as the scan may load them: initcheck takes what a copy of 16 KB wrote for half
-  // written.
-  copy_out(place_of(p.u, TILE_BYTES), shared + OFFSET(SharedMemory, u), SQUARE_BYTES);
-  copy_out(place_of(p.u, TILE_BYTES) + SQUARE_BYTES, shared + OFFSET(SharedMemory, u) + SQUARE_BYTES,
-           SQUARE_BYTES);
-  copy_out_commit();
+  if constexpr (FOR_SEGMENTS)
+    store_record(p, shared);
+  else
+    store_w_and_u(p, shared);
 }
-#endif

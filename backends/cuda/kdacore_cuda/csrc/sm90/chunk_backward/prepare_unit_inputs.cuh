@@ -3,10 +3,6 @@
 
 #include "sm90/chunk_backward/workspace.cuh"
 
-#ifndef SIDE_BY_SIDE
-#define SIDE_BY_SIDE 0
-#endif
-
 // As the dispatcher of chunk_forward/dataflow/prepare_units.cu hands it out.
 struct alignas(16) UnitInputs {
   u64 q, k, g;     // addresses of row 0

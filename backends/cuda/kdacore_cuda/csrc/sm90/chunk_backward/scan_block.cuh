@@ -6,9 +6,6 @@
 
 // Macros from the host: WARPGROUPS; IN_SEGMENTS (a block has a segment, not a whole sequence).
 static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 rows of V a warpgroup");
-#ifndef IN_SEGMENTS
-#define IN_SEGMENTS 0
-#endif
 constexpr int BLOCKS_V = 2 / WARPGROUPS;  // blocks that share a state
 constexpr int BLOCK_V = 64 * WARPGROUPS;
 constexpr int STATE_WARPS =
@@ -22,9 +19,8 @@ static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
 template <int STATE>
 __device__ __forceinline__ void set_role_registers() {
-#if WARPGROUPS == 2
-  set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
-#endif
+  if constexpr (WARPGROUPS == 2)
+    set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
 }
 
 constexpr u32 U_BYTES = BLOCK_V * IMAGE_ROW, DECAY_BYTES = sizeof(float[K]), DO_ROW = 2 * BLOCK_V;

@@ -51,8 +51,7 @@ static_assert(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS <= SHARED_B
               "the host's shared memory size is too small");
 
 // Reverse ones first, as they take longer.
-#if IN_SEGMENTS
-__device__ __forceinline__ Task find_task(const ChunkBackwardParams& p, int block) {
+__device__ __forceinline__ Task find_segment_task(const ChunkBackwardParams& p, int block) {
   const int each = grid_blocks() >> 1;
   const bool reverse = block < each;
   const int index = reverse ? block : block - each, m = index / BLOCKS_V, slot = m / p.HV;
@@ -60,14 +59,16 @@ __device__ __forceinline__ Task find_task(const ChunkBackwardParams& p, int bloc
     return segment_task(p, find_segment(p, n, j, m - slot * p.HV), reverse, index % BLOCKS_V);
   });
 }
-#else
-__device__ __forceinline__ Task find_task(const ChunkBackwardParams& p, int block) {
+__device__ __forceinline__ Task find_sequence_task(const ChunkBackwardParams& p, int block) {
   const int each = p.N * p.HV * BLOCKS_V;
   const bool reverse = block < each;
   const int index = reverse ? block : block - each, nh = index / BLOCKS_V, n = nh / p.HV;
   return make_task(p, reverse, n, nh - n * p.HV, index % BLOCKS_V);
 }
-#endif
+__device__ __forceinline__ Task find_task(const ChunkBackwardParams& p, int block) {
+  if constexpr (IN_SEGMENTS) return find_segment_task(p, block);
+  return find_sequence_task(p, block);
+}
 
 // The ring of stages T that begins at AT, with the barriers of number WHICH.
 template <int STAGES, class T, u32 AT, int WHICH>

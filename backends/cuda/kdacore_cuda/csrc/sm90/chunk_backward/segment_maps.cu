@@ -25,10 +25,6 @@
 #include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/ring.cuh"
 
-#ifndef OF_SLICE
-#define OF_SLICE 0
-#endif
-
 struct ForwardStage {
   TileImage kg, w;
   u16 u[BLOCK_V][64];  // this block's rows
@@ -83,12 +79,12 @@ __device__ __forceinline__ Walk find_walk(const ChunkBackwardParams& p, int bloc
   Task& task = walk.task;
   task = segment_task(p, x, reverse, part);
   const bool first = x.index == 0, last = x.last();
-#if OF_SLICE
-  const bool begun = first && x.s.first > 0;  // on this rank
-  task.idle = x.begin >= x.s.chunks || (reverse || walk.from_identity ? begun : last);
-#else
-  task.idle = task.idle || (reverse ? first : last) || (walk.from_identity && first);
-#endif
+  if constexpr (OF_SLICE) {
+    const bool begun = first && x.s.first > 0;  // on this rank
+    task.idle = x.begin >= x.s.chunks || (reverse || walk.from_identity ? begun : last);
+  } else {
+    task.idle = task.idle || (reverse ? first : last) || (walk.from_identity && first);
+  }
   // Only a sequence's outermost segments begin with what the caller gave.
   task.nh = (reverse ? last : first) ? task.nh : -1;
   walk.to = walk.from_identity ? p.maps + x.place * MAP_BYTES

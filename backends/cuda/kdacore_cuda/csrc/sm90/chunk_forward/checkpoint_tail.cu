@@ -18,6 +18,7 @@
 // Macros from the host: SHARED_BYTES.
 #include "common/chunk_forward/marks.cuh"
 #include "common/gate.cuh"
+#include "common/l2norm.cuh"
 #include "generated/checkpoint_tail_params.cuh"
 
 constexpr int K = 128, V = 128, COLUMNS = 32, THREADS = 128, PARTS = V / COLUMNS;
@@ -71,10 +72,10 @@ __device__ __forceinline__ Tail find_tail(const CheckpointTailParams& p, int mar
 // `bias`: with the softplus's shift.
 __device__ __forceinline__ float decay_of(const CheckpointTailParams& p, float x, float bias, float rate) {
   if (p.gate == GATE_LOG) return exp2_fast(LOG2E * x);
-  const float sum = rate == 0.0f ? nothing_of(x + bias) : x + bias;
+  const float sum = rated_input(rate, x + bias);
   if (p.gate == GATE_SIGMOID)
-    return exp2_fast(LOG2E * p.lower_bound * reciprocal(1.0f + exp2_fast(slope_of(rate) * sum)));
-  return exp2_fast(-rate * softplus2(LOG2E * sum));
+    return exp2_fast(sigmoid_step(LOG2E * p.lower_bound, slope_of(rate), sum));
+  return exp2_fast(softplus_step(-rate, LOG2E * sum));
 }
 
 // Four neighbouring numbers of a row that is aligned so.
@@ -109,10 +110,10 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
   for (int e = 0; e < 4; ++e)
     bias[e] = p.dt_bias ? held_bias(load_scalar(p.dt_bias, (long long)hv * K + c + e, p.bias_type)) : 0.0f;
   const float A_log = p.A_log ? reinterpret_cast<const float*>(p.A_log)[hv] : 0.0f;
-  const float rate = p.gate == GATE_SOFTPLUS ? softplus_rate_of(A_log) : rate_of(A_log);
-  if (p.gate == GATE_SOFTPLUS) {
+  const float rate = gate_rate(p.gate, A_log);
+  if (is_softplus(p.gate)) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) bias[e] += softplus_shift_of(A_log);
+    for (int e = 0; e < 4; ++e) bias[e] += gate_shift(p.gate, A_log);
   }
 
   const auto store = [&](u32 to, const float (&x)[4]) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void prepare_group(const CheckpointTailParams& p, u32
 #pragma unroll
   for (int i = 0; i < GROUP; ++i) {
     if (lane != i) continue;
-    const float norm = p.flags & FLAG_L2NORM ? inverse_sqrt(sums[i][i] + 1e-6f) : 1.0f;
+    const float norm = p.flags & FLAG_L2NORM ? inverse_norm(sums[i][i]) : 1.0f;
     store_shared(factors + 16 * i, __float_as_uint(sums[i][0]), __float_as_uint(sums[i][1]),
                  __float_as_uint(sums[i][2]), 0);
     store_shared(factors + OFFSET(GroupFactors, norm) + 4 * i, __float_as_uint(norm));

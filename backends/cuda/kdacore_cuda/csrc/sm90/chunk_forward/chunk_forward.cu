@@ -24,82 +24,63 @@
 //
 // Macros from the host, besides sizes: MANY_SHORT, the way of many short sequences of equal length
 // (short_sequences.cuh), which the host chooses. The same bits.
-#if MANY_SHORT
-#include "sm90/chunk_forward/short_sequences.cuh"
-#else
+#include "sm90/chunk_forward/preparing_block.cuh"
 #include "sm90/chunk_forward/scan.cuh"
+#include "sm90/chunk_forward/short_sequences.cuh"
 #include "sm90/chunk_forward/tickets.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
-#endif
-#if SEPARATE_BLOCKS
-#include "sm90/chunk_forward/preparing_block.cuh"
-#endif
 
-#if SCAN_REGISTERS
-static_assert(SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0, "registers are moved by warpgroups");
+// Where SCAN_REGISTERS is not 0, registers are moved by warpgroups.
+static_assert(!SCAN_REGISTERS || (SCAN_WARPS % 4 == 0 && SLICE_WARPS % 4 == 0), "registers are moved by warpgroups");
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int REGISTERS = START_REGISTERS * (THREADS / 32);
 // Of the warps that can have scan's registers, and of those that can have the slices', in one block.
 constexpr int OTHERS = SLICE_WARPS + SOLVER_SLOTS,
               SLICING = SEPARATE ? SCAN_WARPS + SLICE_WARPS : SLICE_WARPS;
-static_assert(SCAN_REGISTERS * SCAN_WARPS +
-                      (SEPARATE ? SOLVE_REGISTERS * OTHERS
-                                : SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS) <=
-                  REGISTERS,
+static_assert(!SCAN_REGISTERS ||
+                  SCAN_REGISTERS * SCAN_WARPS +
+                          (SEPARATE ? SOLVE_REGISTERS * OTHERS
+                                    : SLICE_REGISTERS * SLICE_WARPS + SOLVE_REGISTERS * SOLVER_SLOTS) <=
+                      REGISTERS,
               "more registers than there are");
-static_assert(SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGISTERS,
+static_assert(!SCAN_REGISTERS ||
+                  SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGISTERS,
               "more registers than there are");
-#endif
-
-#if CLUSTER > 1
-#define CLUSTER_ATTRIBUTE KDA_CLUSTER(CLUSTER)
-#else
-#define CLUSTER_ATTRIBUTE
-#endif
 
 __device__ __forceinline__ void init_barriers(u32 shared, int rank) {
   if (thread_index() < STAGES) {
     const bool own = !SEPARATE && thread_index() % CLUSTER == rank;  // prepared in this block
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
                  WARP_ARRIVALS * (EVERY_LANE && own ? 2 : 1));
-#if SEPARATE_BLOCKS
-    init_copy_barriers(shared, thread_index(), rank);
-#else
-    barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
-                 WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
-#endif
+    if constexpr (SEPARATE) {
+      init_copy_barriers(shared, thread_index(), rank);
+    } else {
+      barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
+                   WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+    }
     if (thread_index() < SOLVERS)
       barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
                    WARP_ARRIVALS * 2 * SLICES);
     if (thread_index() < GROUPS * SUMS) {
       barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
-#if !BOUNDED
-      barrier_init(shared + OFFSET(SharedMemory, tiles_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
-#endif
+      if constexpr (!BOUNDED) barrier_init(shared + tiles_read() + 8 * thread_index(), WARP_ARRIVALS * 2);
     }
-#if CLUSTER > 1
-    fence_barrier_init();
-#endif
+    if constexpr (CLUSTER > 1) fence_barrier_init();
   }
 }
 
 // Moves registers between warpgroups; 0 leaves them as they are.
 template <int REGISTERS>
 __device__ __forceinline__ void set_role_registers() {
-#if SCAN_REGISTERS
-  set_registers<REGISTERS, START_REGISTERS>();
-#endif
+  if constexpr (SCAN_REGISTERS) set_registers<REGISTERS, START_REGISTERS>();
 }
 
 // All threads, of all blocks of a cluster if there is more than one.
 __device__ __forceinline__ void sync_group() {
   sync_block();
-#if CLUSTER > 1
-  sync_cluster();
-#endif
+  if constexpr (CLUSTER > 1) sync_cluster();
 }
 
-#if !MANY_SHORT
 // Which part of the work this block's cluster has, and what this block is in it: to shared memory. All threads. The
 // answers of device memory come while the work is measured.
 __device__ __forceinline__ void find_own_work(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
@@ -114,10 +95,10 @@ __device__ __forceinline__ void find_own_work(const ChunkForwardParams& p, u32 s
   if (warp == 0) {
     int cluster = p.workspace ? load_own(shared + OWN_CLUSTER) : block_index() / CLUSTER;
     bool helps = false;
-#if HELPERS
-    helps = cluster < helper_clusters(p);  // a helper's cluster is the one that it helps, if any
-    cluster = helps ? CLUSTER * cluster + rank : cluster - helper_clusters(p);
-#endif
+    if constexpr (HELPERS) {
+      helps = cluster < helper_clusters(p);  // a helper's cluster is the one that it helps, if any
+      cluster = helps ? CLUSTER * cluster + rank : cluster - helper_clusters(p);
+    }
     const Interval found = find_interval(p, work, cluster);
     sync_warp();  // all lanes have read the ticket
     if (thread_index() == 0)
@@ -125,29 +106,11 @@ __device__ __forceinline__ void find_own_work(const ChunkForwardParams& p, u32 s
   }
   sync_block();
 }
-#endif
 
-KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardParams p) {
-  KDA_SHARED(memory);
-  const u32 shared = shared_address(memory);
-  const int warp = uniform(thread_index() >> 5);
-  int rank = block_index() % CLUSTER;
-  init_barriers(shared, rank);
-#if !MANY_SHORT
-  if (p.workspace) arrive_cluster();  // this block has begun
-#endif
-  wait_for_inputs();
-  if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
-#if MANY_SHORT
-  const int cluster = block_index() / CLUSTER;
-  sync_group();
-#else
-  find_own_work(p, shared, warp, rank);
-#if HELPERS
-  if (load_own(shared + OWN_HELPS)) rank = HELPER;
-#endif
-#endif
-#if SEPARATE_BLOCKS
+// What the warps of a block do. One of the forms has:
+
+// blocks that either scan or prepare, a cluster of four of them, which a helper may prepare for;
+__device__ __forceinline__ void run_separate_block(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   if (rank < SCANNERS) {
     if (warp < SCAN_WARPS) {
       set_role_registers<SCAN_REGISTERS>();
@@ -155,9 +118,7 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     } else {
       set_role_registers<SOLVE_REGISTERS>();
       if (warp == SCAN_WARPS) acknowledge_stages(p, shared);
-#if HELPERS
-      if (warp == SCAN_WARPS + 1) fetch_stages(p, shared, rank);
-#endif
+      if (HELPERS && warp == SCAN_WARPS + 1) fetch_stages(p, shared, rank);
     }
   } else if (warp < 2 * PAIRS) {
     set_role_registers<SLICE_REGISTERS>();
@@ -167,32 +128,58 @@ KDA_KERNEL(THREADS, 1) CLUSTER_ATTRIBUTE chunk_forward(KDA_PARAM ChunkForwardPar
     solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
   }
   if (warp >= SCAN_WARPS + SLICE_WARPS) clear_rows(p, warp - SCAN_WARPS - SLICE_WARPS);
-#else
+}
+
+// blocks that scan and prepare;
+__device__ __forceinline__ void run_block(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   if (warp < SCAN_WARPS) {
     set_role_registers<SCAN_REGISTERS>();
-#if MANY_SHORT
-    short_scan_warp(p, shared, warp, rank, cluster);
-#else
     scan_warp(p, shared, warp, rank);
-#endif
   } else if (warp < SCAN_WARPS + SLICE_WARPS) {
     set_role_registers<SLICE_REGISTERS>();
-#if MANY_SHORT
-    short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
-#else
     slice_warp(p, shared, warp - SCAN_WARPS, rank);
-#endif
   } else {
     set_role_registers<SOLVE_REGISTERS>();
-#if MANY_SHORT
-    short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
-#else
     solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank);
     clear_rows(p, warp - SCAN_WARPS - SLICE_WARPS);
-#endif
   }
-#endif
-#if CLUSTER > 1
-  sync_cluster();  // no block may exit while another still writes to its shared memory
-#endif
+}
+
+// the same for many short sequences, where all follows from the number of the cluster.
+__device__ __forceinline__ void run_short_block(const ChunkForwardParams& p, u32 shared, int warp, int rank,
+                                                int cluster) {
+  if (warp < SCAN_WARPS) {
+    set_role_registers<SCAN_REGISTERS>();
+    short_scan_warp(p, shared, warp, rank, cluster);
+  } else if (warp < SCAN_WARPS + SLICE_WARPS) {
+    set_role_registers<SLICE_REGISTERS>();
+    short_slice_warp(p, shared, warp - SCAN_WARPS, rank, cluster);
+  } else {
+    set_role_registers<SOLVE_REGISTERS>();
+    short_solver_warp(p, shared, warp - SCAN_WARPS - SLICE_WARPS, rank, cluster);
+  }
+}
+
+KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) chunk_forward(KDA_PARAM ChunkForwardParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = uniform(thread_index() >> 5);
+  int rank = block_index() % CLUSTER;
+  init_barriers(shared, rank);
+  if (!MANY_SHORT && p.workspace) arrive_cluster();  // this block has begun
+  wait_for_inputs();
+  if (p.marks) launch_dependents();  // of checkpoint_tail.cu, whose blocks follow as these end
+  if constexpr (MANY_SHORT) {
+    const int cluster = block_index() / CLUSTER;
+    sync_group();
+    run_short_block(p, shared, warp, rank, cluster);
+  } else {
+    find_own_work(p, shared, warp, rank);
+    if (HELPERS && load_own(shared + OWN_HELPS)) rank = HELPER;
+    if constexpr (SEPARATE)
+      run_separate_block(p, shared, warp, rank);
+    else
+      run_block(p, shared, warp, rank);
+  }
+  if constexpr (CLUSTER > 1) sync_cluster();  // no block may exit while another still writes to its shared memory
 }

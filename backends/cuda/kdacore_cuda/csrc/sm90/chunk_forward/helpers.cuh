@@ -1,5 +1,5 @@
 // Helpers: where a GPU has multiprocessors that no cluster of four uses, a further block prepares every third
-// chunk of a cluster. Part of chunk_forward.cu, if HELPERS.
+// chunk of a cluster. Used if HELPERS.
 //
 // Helpers are blocks of clusters of their own, the first to begin (tickets.cuh): the i-th of these blocks prepares for the
 // cluster of the i-th sequence and value head. It has the warps, the ring and the barriers of a block that only
@@ -61,7 +61,7 @@ __device__ __forceinline__ void fetch_stages(const ChunkForwardParams& p, u32 sh
 #pragma unroll 1
   for (int c = PREPARERS - 1; c < steps; c += PREPARERS) {
     const u32 slot = c % STAGES;
-    barrier_wait(shared + OFFSET(SharedMemory, room) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
+    barrier_wait(room_at(shared, slot), (u32)(c / STAGES & 1) ^ 1);
     if (lane == 0) {
       const HelpedChunk from = find_helped_chunk(p, item, c);
       wait_and_clear_flag(from.flags + 8 * rank, p.launch);

@@ -9,10 +9,11 @@
 #include "sm90/chunk_forward/slices.cuh"
 
 constexpr int PAIRS = 6;
-static_assert(2 * PAIRS == SCAN_WARPS + SLICE_WARPS, "warps that scan in other blocks are slice warps here");
-static_assert(PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1,
+static_assert(!SEPARATE || 2 * PAIRS == SCAN_WARPS + SLICE_WARPS,
+              "warps that scan in other blocks are slice warps here");
+static_assert(!SEPARATE || PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1,
               "a pair alternates between slices two apart");
-static_assert(SOLVER_BARRIER > PAIRS, "named barriers of pairs and solvers");
+static_assert(!SEPARATE || SOLVER_BARRIER > PAIRS, "named barriers of pairs and solvers");
 
 struct PairMemory {
   uint4 keys[2][32];
@@ -22,9 +23,9 @@ constexpr u32 PAIR_BYTES = sizeof(PairMemory);
 // What the warps' gates are copied to lies behind the second set of sums.
 constexpr u32 GATES = OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH + GROUPS * SLICES * SLICE_PARTS,
               GATE_BYTES = 2 * G_VECTORS * GATE_PITCH;
-static_assert(GATES + 2 * PAIRS * GATE_BYTES <= OFFSET(SharedMemory, stages) + STAGES * STAGE_PITCH,
+static_assert(!SEPARATE || GATES + 2 * PAIRS * GATE_BYTES <= OFFSET(SharedMemory, stages) + STAGES * STAGE_PITCH,
               "no room for gates");
-static_assert(PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]),
+static_assert(!SEPARATE || PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]),
               "no room for the pairs' memory");
 
 // A pair's next slice: two slices on in this chunk's place of the next chunk, or back in the one after it.

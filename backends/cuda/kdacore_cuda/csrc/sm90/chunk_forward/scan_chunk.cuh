@@ -1,7 +1,9 @@
 // Products of the scan by warpgroup instructions: 64 columns of V for four warps, right operands
-// read once for all four. Part of scan.cuh. The dependent chain from one state to the next limits
+// read once for all four. Used by scan.cuh. The dependent chain from one state to the next limits
 // the time, so everything else is loaded while the matrix unit works.
 #pragma once
+
+#include "sm90/chunk_forward/scan_parts.cuh"
 
 // Descriptors of a stage's operands differ from stage 0's only in their addresses. These never
 // overflow their field, so a descriptor can be advanced by an addition.
@@ -69,7 +71,7 @@ __device__ __forceinline__ void scan_chunk(ScanState& state, Output& out, const 
     read_products(state, tok, l.kq + step);
     float4 decay[K_TILES];
 #pragma unroll
-    for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
+    for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base + OFFSET(ChunkImage, decay), kk, l.t);
     read_output(rows, l);
 #pragma unroll
     for (int kk = 0; kk < K_TILES; ++kk) decay_state(state, kk, decay[kk]);

@@ -1,8 +1,10 @@
-// scan_chunk for blocks that only scan, which have the registers for it. Part of scan.cuh. The same bits.
+// scan_chunk for blocks that only scan, which have the registers for it. Used by scan.cuh. The same bits.
 //
 // What the next state depends on comes first: (k 2^G) S, then w of both halves, then the state's update.
 // (q 2^G) S is multiplied while the first half is solved, and o gets its other terms while the state is updated.
 #pragma once
+
+#include "sm90/chunk_forward/scan_chunk.cuh"
 
 // A wait for what has come already. It ends a basic block, so that the assembler does not move instructions
 // between products that are asked for one after another.
@@ -23,7 +25,7 @@ __device__ __forceinline__ void scan_chunk_split(ScanState& state, Output& out, 
   // Loaded now: while the products run, they take shared memory's whole bandwidth.
   float4 decay[K_TILES];
 #pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base, kk, l.t);
+  for (int kk = 0; kk < K_TILES; ++kk) decay[kk] = load_decay(at.base + OFFSET(ChunkImage, decay), kk, l.t);
   float x[4][4] = {}, o[4][4] = {};  // tokens 8i to 8i + 7
   u32 s[K_TILES][4];
   fence_registers(x);

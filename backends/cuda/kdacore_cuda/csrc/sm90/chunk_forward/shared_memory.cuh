@@ -26,9 +26,6 @@
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
 // G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
 // one (helpers.cuh).
-#ifndef HELPERS
-#define HELPERS 0
-#endif
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int HALF = 16;
@@ -38,10 +35,9 @@ constexpr int HALVES = K / 64;
 constexpr int SLICES = K / 32;  // of 32 channels, a warp each
 // A warp a half; a group takes every GROUPS-th chunk of its block.
 constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
-#define SEPARATE_BLOCKS (CLUSTER == 2 * SCANNERS)
 // The first SCANNERS blocks of a cluster carry the state. All prepare, or in a cluster with twice as
 // many blocks the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
-constexpr bool SEPARATE = SEPARATE_BLOCKS;
+constexpr bool SEPARATE = CLUSTER == 2 * SCANNERS;
 static_assert(SEPARATE || CLUSTER == SCANNERS, "as many blocks only prepare as scan, or none");
 // A helper (helpers.cuh) prepares for a cluster that it is no part of.
 constexpr int PREPARERS = SCANNERS + HELPERS;
@@ -123,24 +119,25 @@ struct SharedMemory {
   float totals[GROUPS][SLICES][2][32];  // decay of each half, in log2 unless BOUNDED
   float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
   float bias[K];
-  u64 full[STAGES];   // barriers: the stage is prepared
-  u64 empty[STAGES];  // the stage is consumed, or if SEPARATE, in the block that prepares, copied
-#if SEPARATE_BLOCKS
-  // In a preparing block: the scanning blocks have read this stage, it may be overwritten. In a scanning block,
-  // of the stages that a helper's chunks are copied to: this block has.
-  u64 room[STAGES];
-#endif
-  u64 parts_ready[SOLVERS];       // the slices of the solver's chunk are done
-  u64 parts_read[GROUPS * SUMS];  // both warps of a solver have read the group's parts
-#if !BOUNDED
-  u64 tiles_read[GROUPS * SUMS];  // the same of the sums of pairs within halves, which are written earlier
-#endif
+  u64 full[STAGES];  // barriers: the stage is prepared
+  // The stage is consumed, or if SEPARATE, in the block that prepares, copied; then (only if SEPARATE) room_at.
+  u64 empty[SEPARATE ? 2 : 1][STAGES];
+  u64 parts_ready[SOLVERS];  // the slices of the solver's chunk are done
+  // Both warps of a solver have read the group's parts; then (only if gates are unbounded) tiles_read.
+  u64 parts_read[BOUNDED ? 1 : 2][GROUPS * SUMS];
   alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
 static_assert(SUMS == 1 || GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES) * STAGE_PITCH,
               "no room for a second set of sums");
+// Barrier of a stage, if SEPARATE. In a preparing block: the scanning blocks have read this stage, it may be
+// overwritten. In a scanning block, of the stages that a helper's chunks are copied to: this block has.
+__device__ __forceinline__ u32 room_at(u32 shared, u32 stage) {
+  return shared + OFFSET(SharedMemory, empty) + 8 * STAGES + 8 * stage;
+}
+// Barriers like parts_read, of the sums of pairs within halves, which unbounded gates' slices write earlier.
+__device__ __forceinline__ u32 tiles_read() { return OFFSET(SharedMemory, parts_read) + 8 * GROUPS * SUMS; }
 // From the slices' sums of one chunk of a block to those of the next, the block's i-th.
 __device__ __forceinline__ int sums_offset(int i) {
   constexpr int FIRST = OFFSET(SharedMemory, parts),

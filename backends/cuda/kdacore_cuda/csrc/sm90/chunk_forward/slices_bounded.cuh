@@ -1,14 +1,18 @@
 // Bounded gates: every step decays by at most 2^-7.3, so within 16 tokens k 2^G and k 2^-G are both
 // representable and one product gives all pairs. Their factors are 2^32 and 2^-32, so that neither
-// overflows: KQ_SCALE. Part of slices.cuh.
+// overflows: KQ_SCALE. Used by slices.cuh.
 #pragma once
 
-struct Decays {
+#include "sm90/chunk_forward/slice_parts.cuh"
+
+template <>
+struct Decays<true> {
   float sum[2][8];  // log2 decays of a lane's tokens from the half's start, plus KQ_SHIFT
   float total[8];   // the half's decay
 };
 
-__device__ __forceinline__ void make_decays(float (&steps)[2][8], Decays& d, const Lane& l, u32 own_totals) {
+__device__ __forceinline__ void make_decays(const Raw&, float (&steps)[2][8], Decays<true>& d, const Lane& l,
+                                            u32 own_totals, u32) {
   float total[8];
   sum_steps(steps, total, l, KQ_SHIFT);
 #pragma unroll
@@ -23,7 +27,7 @@ __device__ __forceinline__ void make_decays(float (&steps)[2][8], Decays& d, con
 }
 
 // Decay of the whole chunk.
-__device__ __forceinline__ void store_decay(const Decays& d, const float (&across)[8], const Lane& l,
+__device__ __forceinline__ void store_decay(const Decays<true>& d, const float (&across)[8], const Lane& l,
                                             const Place& at, u32) {
   if (l.g || at.half) return;
   const u32 to = decay_place(at, l.t);
@@ -32,7 +36,7 @@ __device__ __forceinline__ void store_decay(const Decays& d, const float (&acros
     store_shared(to + 8 * e, d.total[e] * across[e], d.total[e + 1] * across[e + 1]);
 }
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const Decays& d, const float (&across)[8],
+__device__ __forceinline__ void prepare_slice(Raw& raw, const Decays<true>& d, const float (&across)[8],
                                               const Lane& l, const Place& at, Products& sums,
                                               Operands& operands, const NextLoad& next) {
   float to_end[8];

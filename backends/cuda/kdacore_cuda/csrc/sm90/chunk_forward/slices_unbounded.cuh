@@ -2,21 +2,24 @@
 // Pairs (i, j) are split by the smallest dyadic block holding both; the end of its left half is the
 // anchor, so both factors, 2^(G_i - G_anchor) and 2^(G_anchor - G_j), are at most 1. A level's
 // right halves are 8 tokens and its left halves 8: one product of (k right; q right) by (k left)
-// serves both triangles. Part of slices.cuh.
+// serves both triangles. Used by slices.cuh.
 #pragma once
+
+#include "sm90/chunk_forward/slice_parts.cuh"
 
 // Of a lane's tokens and channels: decays from the start of its sub-block (half of a level's block) through the
 // token, and from behind the token to the sub-block's end. From level to level they are multiplied by the decay
 // of the sub-block next to them; in the end the sub-block is the half. So each step needs one exponential. A product
 // too small to be represented is zero.
-struct Decays {
+template <>
+struct Decays<false> {
   float from_start[2][8], to_end[2][8];
 };
 
 // Products of token pairs. The operands are rounded to 16 bits: the rounding errors average out in the sum over
 // channels. Each lane stores its sums in shared memory (16 bytes for each part) as soon as they are complete, which
 // frees their registers; the same lane of the solver warp reads them.
-__device__ __forceinline__ void pair_products(const Raw& raw, const Decays& d, u32 part) {
+__device__ __forceinline__ void pair_products(const Raw& raw, const Decays<false>& d, u32 part) {
   float sums[4] = {};
 #pragma unroll
   for (int w = 0; w < 4; w += 2) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ void pair_products(const Raw& raw, const Decays& d, u
   store_tile(part, sums);
 }
 
-__device__ __forceinline__ void level_products(const Raw& raw, const Decays& d, bool right, int bit,
+__device__ __forceinline__ void level_products(const Raw& raw, const Decays<false>& d, bool right, int bit,
                                                u32 part) {
   float sums[4] = {};
 #pragma unroll
@@ -80,7 +83,7 @@ __device__ __forceinline__ float sum_half(const float (&s)[2][8], const Lane& l)
 }
 
 // The decays of the half from its steps, whose total goes to `own_totals`; all pairs' products to `parts`.
-__device__ __forceinline__ void make_decays(const Raw& raw, const float (&s)[2][8], Decays& d, const Lane& l,
+__device__ __forceinline__ void make_decays(const Raw& raw, const float (&s)[2][8], Decays<false>& d, const Lane& l,
                                             u32 own_totals, u32 parts) {
   store_shared(own_totals + 4 * l.g, __float_as_uint(sum_half(s, l)));
   float total[8];  // of the sub-block
@@ -113,7 +116,7 @@ __device__ __forceinline__ void make_decays(const Raw& raw, const float (&s)[2][
 }
 
 // Decay of the whole chunk.
-__device__ __forceinline__ void store_decay(const Decays&, const float (&)[8], const Lane& l, const Place& at,
+__device__ __forceinline__ void store_decay(const Decays<false>&, const float (&)[8], const Lane& l, const Place& at,
                                             u32 own_totals) {
   if (at.half) return;
   const u32 own = own_totals + 4 * l.g;
@@ -121,7 +124,7 @@ __device__ __forceinline__ void store_decay(const Decays&, const float (&)[8], c
                __float_as_uint(exp2_fast(load_shared1(own) + load_shared1(own + 128))));
 }
 
-__device__ __forceinline__ void prepare_slice(Raw& raw, const Decays& d, const float (&across)[8],
+__device__ __forceinline__ void prepare_slice(Raw& raw, const Decays<false>& d, const float (&across)[8],
                                               const Lane& l, const Place& at, Products& sums,
                                               Operands& operands, const NextLoad& next) {
   u32(&kp)[2][4] = operands.k, (&qp)[2][4] = operands.q;

@@ -14,27 +14,27 @@
 
 __device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage, int rank) {
   barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * stage, WARP_ARRIVALS * SCANNERS);
-  barrier_init(shared + OFFSET(SharedMemory, room) + 8 * stage,
+  barrier_init(room_at(shared, stage),
                WARP_ARRIVALS * (HELPERS && rank < SCANNERS ? 1 : SCANNERS) * (SCAN_WARPS + 1));
 }
 
 // The block of the cluster that is told when a scanning block has read stage `slot`: the one that prepares chunks for
 // it, or where a helper does, the scanning block itself.
 __device__ __forceinline__ u32 sender_of(u32 slot) {
-#if HELPERS
-  static_assert(SCANNERS == 2 && PREPARERS == 3 && STAGES == 6, "ranks by stage, four bits each");
-  const u32 own = block_index() & 1;
-  return (0x032032u | own << 20 | own << 8) >> (4 * slot) & 15;
-#else
+  if constexpr (HELPERS) {
+    static_assert(!HELPERS || (SCANNERS == 2 && PREPARERS == 3 && STAGES == 6),
+                  "ranks by stage, four bits each");
+    const u32 own = block_index() & 1;
+    return (0x032032u | own << 20 | own << 8) >> (4 * slot) & 15;
+  }
   return SCANNERS + slot % PREPARERS;
-#endif
 }
 
 // Copies the prepared chunk of step c to the scanning blocks, as soon as they have room. All lanes of
 // one warp.
 __device__ __forceinline__ void send_stage(u32 shared, int c, int lane) {
   const u32 slot = c % STAGES;
-  barrier_wait(shared + OFFSET(SharedMemory, room) + 8 * slot, (u32)(c / STAGES & 1) ^ 1);
+  barrier_wait(room_at(shared, slot), (u32)(c / STAGES & 1) ^ 1);
   fence_async_proxy();
   sync_warp();
   if (lane == 0) {
@@ -61,6 +61,6 @@ __device__ __forceinline__ void acknowledge_stages(const ChunkForwardParams& p, 
     if (from >= SCANNERS)
       warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), from),
                          lane);
-    warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, room) + 8 * slot, from), lane);
+    warp_arrive_remote(cluster_address(room_at(shared, slot), from), lane);
   }
 }

@@ -5,18 +5,32 @@
 #include "common/clear_rows.cuh"
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/chunk_forward/slices.cuh"
-#if SEPARATE_BLOCKS
-#include "sm90/chunk_forward/stage_copies.cuh"
-#endif
-#if HELPERS
 #include "sm90/chunk_forward/helpers.cuh"
-#endif
+#include "sm90/chunk_forward/stage_copies.cuh"
 
-#if BOUNDED
-#include "sm90/chunk_forward/triangles_bounded.cuh"
-#else
-#include "sm90/chunk_forward/triangles_unbounded.cuh"
-#endif
+// Unbounded gates: a pair's products to the image and to scratch.
+__device__ __forceinline__ void store_pair(u32 stage, u32 scratch, int half, int i, int j, float kk,
+                                           float qk) {
+  const u32 scalars = stage + OFFSET(ChunkImage, scalars) + 4 * HALF * half;
+  const float factor = load_shared1(scalars + 4 * i) *
+                       load_shared1(scalars + OFFSET(TokenScalars, k_norm) + 4 * i) *
+                       load_shared1(scalars + OFFSET(TokenScalars, k_norm) + 4 * j);
+  store_shared(scratch + 4 * (SCRATCH_PITCH * i + j), __float_as_uint(kk * factor));
+  store_shared16(triangle_at(stage + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES * half, i, j),
+                 pack_bf16(qk, 0.0f));
+}
+
+// Both triangles of a half to the image and to scratch.
+__device__ __forceinline__ void store_triangles(u32 stage, u32 scratch, int half, const Lane& l,
+                                                const Scalars& s, Products& sums) {
+  const u32 image = stage + OFFSET(ChunkImage, qk) + TRIANGLE_BYTES * half;
+  if constexpr (BOUNDED) {
+    store_bounded_triangles(image, scratch, l, s, sums.tile, 1.0f, KQ_SCALE);
+  } else {
+    store_levels(image, scratch, l, sums.tile, sums.diagonal,
+                 [&](int i, int j, float kk, float qk) { store_pair(stage, scratch, half, i, j, kk, qk); });
+  }
+}
 
 __device__ __forceinline__ void store_scalars(u32 stage, int half, const Lane& l, const Scalars& s) {
   if (l.t) return;
@@ -64,13 +78,13 @@ __device__ __forceinline__ void store_inverse(u32 stage, u32 scratch, int lane) 
 // A finished part of a stage to the other scanning blocks of the cluster; their barriers count its
 // bytes.
 __device__ __forceinline__ void copy_out(u32 stage, u32 full, u32 at, u32 bytes, int rank) {
-#if CLUSTER > 1
+  if constexpr (CLUSTER > 1) {
 #pragma unroll
-  for (int to = 0; to < SCANNERS; ++to) {
-    if (to != rank)
-      copy_to_block(cluster_address(stage + at, to), stage + at, bytes, cluster_address(full, to));
+    for (int to = 0; to < SCANNERS; ++to) {
+      if (to != rank)
+        copy_to_block(cluster_address(stage + at, to), stage + at, bytes, cluster_address(full, to));
+    }
   }
-#endif
 }
 
 // The slices' operands are complete when their sums are: they are copied while the solver works.
@@ -86,12 +100,12 @@ __device__ __forceinline__ void publish(u32 stage, u32 full, int lane, int rank)
   fence_async_proxy();
   warp_arrive(full, lane);
   if (lane == 0) {
-#if CLUSTER > 1
+    if constexpr (CLUSTER > 1) {
 #pragma unroll
-    for (int to = 0; to < SCANNERS; ++to) {
-      if (to != rank) warp_expect_remote(cluster_address(full, to), IMAGE_BYTES);
+      for (int to = 0; to < SCANNERS; ++to) {
+        if (to != rank) warp_expect_remote(cluster_address(full, to), IMAGE_BYTES);
+      }
     }
-#endif
     copy_out(stage, full, OFFSET(ChunkImage, inverse), IMAGE_BYTES - OFFSET(ChunkImage, inverse), rank);
   }
 }
@@ -112,10 +126,10 @@ __device__ __forceinline__ void add_parts(Products& sums, u32 from) {
     add_tiles(sums.tile, at);
     const float4 y = load_shared4(at + 4 * PART_BYTES);
     sums.square[0][0] += y.x, sums.square[0][1] += y.y, sums.square[1][0] += y.z, sums.square[1][1] += y.w;
-#if !BOUNDED
-    const float4 d = load_shared4(at + 5 * PART_BYTES);
-    sums.diagonal[0] += d.x, sums.diagonal[1] += d.y;
-#endif
+    if constexpr (!BOUNDED) {
+      const float4 d = load_shared4(at + 5 * PART_BYTES);
+      sums.diagonal[0] += d.x, sums.diagonal[1] += d.y;
+    }
   }
 }
 
@@ -147,22 +161,18 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
   Products sums = {};
   add_parts(sums, parts + w.half * PARTS * PART_BYTES);
-#if !BOUNDED
-  warp_arrive(shared + OFFSET(SharedMemory, tiles_read) + 8 * (SUMS * group + i % SUMS), l.lane);
-#endif
+  if constexpr (!BOUNDED) warp_arrive(shared + tiles_read() + 8 * (SUMS * group + i % SUMS), l.lane);
   if (w.half) {
     warp_arrive(parts_read, l.lane);
   }
   set_norms(p, sums.square[0], sums.square[1], s);
   store_scalars(stage, w.half, l, s);
-#if !BOUNDED
-  sync_warp();
-#endif
   Lane here = l;
-#if !BOUNDED  // offsets recomputed to save registers
-  here.p = opaque(l.p);
-  here.t = opaque(l.t);
-#endif
+  if constexpr (!BOUNDED) {  // offsets recomputed to save registers
+    sync_warp();
+    here.p = opaque(l.p);
+    here.t = opaque(l.t);
+  }
   store_triangles(stage, w.scratch + w.half * SCRATCH_BYTES, w.half, here, s, sums);
   sync_pair(SOLVER_BARRIER + w.pair);
   if (w.half) {
@@ -177,18 +187,16 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   }
   sync_pair(SOLVER_BARRIER + w.pair);
   to_next();
-#if HELPERS
-  if (w.half && rank == HELPER) store_stage(p, shared, c, l.lane);
-  if (w.half && rank != HELPER) send_stage(shared, c, l.lane);
-#elif SEPARATE_BLOCKS
-  if (w.half) send_stage(shared, c, l.lane);
-#else
-  if (w.half) {
+  if constexpr (HELPERS) {
+    if (w.half && rank == HELPER) store_stage(p, shared, c, l.lane);
+    if (w.half && rank != HELPER) send_stage(shared, c, l.lane);
+  } else if constexpr (SEPARATE) {
+    if (w.half) send_stage(shared, c, l.lane);
+  } else if (w.half) {
     publish(stage, full, l.lane, rank);
   } else if (EVERY_LANE) {
     warp_arrive(full, l.lane);  // racecheck does not see that the second warp arrives for both
   }
-#endif
 }
 
 __device__ __forceinline__ SolverWarp make_solver_warp(u32 shared, int warp) {

@@ -16,7 +16,6 @@
 //
 // Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS and SIDE_BY_SIDE
 // (both 1).
-#include "common/half_types.cuh"
 #include "sm90/chunk_backward/prepare_unit.cuh"
 #include "sm90/chunk_forward/dataflow/flags.cuh"
 

@@ -7,7 +7,6 @@
 // needs all channels of its row of S, but no other row. Warps and synchronisation: compose.cuh.
 //
 // Macros from the host: ROWS, SHARED_BYTES.
-#define ONE_SUM 1  // output finds the same states where segments are few: compose_start.cuh
 #include "sm90/chunk_forward/segments/compose.cuh"
 
 KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
@@ -26,7 +25,8 @@ KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {
   const auto keep = [&](int j) { write_pairs(sums.x, l.row, l.channel, at.state(p.starts, j)); };
   const u64 h0 = initial_state_at(p, n, hv, K * V);
   const int known = !h0;  // a first segment that begins with zeros ends with its B
-  compose<false>(
+  // ONE_SUM: output finds the same states where segments are few (compose_start.cuh).
+  compose<false, true>(
       sums, segments - 1 - known, shared, l, [&](int i) { return at.map(p.maps, i + known); },
       [&](int i) { return at.state(p.addends, i + known); }, [&](int i) { keep(i + known); },
       [&] {

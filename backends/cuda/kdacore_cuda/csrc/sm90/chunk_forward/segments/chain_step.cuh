@@ -3,15 +3,11 @@
 // later segment builds on the result. A block has ROWS (16 or 32) value rows; its eight warps share
 // their channels.
 //
-// Macros from the host: ROWS, SHARED_BYTES. To be defined before this is included, or not: ONE_SUM.
+// Macros from the host: ROWS, SHARED_BYTES.
 #pragma once
 
 #include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/warp.cuh"
-
-#ifndef ONE_SUM
-#define ONE_SUM 0
-#endif
 
 constexpr int THREADS = 256, BLOCKS_V = V / ROWS;
 constexpr int STAGES = 3;  // of A: two are loaded ahead
@@ -63,7 +59,7 @@ __device__ __forceinline__ void store_left(const Sums& sums, u32 left, const Lan
 // S A, or S A^T, without terms below 2^-16 of it. The products of low parts have sums of their own, so
 // that none waits for another, or with ONE_SUM none, in the order of compose_start.cuh, which then gives
 // the same bits.
-template <bool TRANSPOSED>
+template <bool TRANSPOSED, bool ONE_SUM>
 __device__ __forceinline__ Sums multiply(u32 left, u32 right, const Lane& l) {
   const auto load_right = [&](u32(&b)[4], u32 image, int kk, int m) {
     if (TRANSPOSED) {

@@ -52,7 +52,7 @@ __device__ __forceinline__ void set_unit(Sums& sums, const Lane& l) {
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}
 };
-template <bool TRANSPOSED, class MapAt, class AddendAt, class Keep, class Begin = Nothing>
+template <bool TRANSPOSED, bool ONE_SUM = false, class MapAt, class AddendAt, class Keep, class Begin = Nothing>
 __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const Lane& l, MapAt map_at,
                                         AddendAt addend_at, Keep keep, Begin begin = {}) {
   const auto barrier_at = [&](int i) { return shared + OFFSET(SharedMemory, barriers) + 8 * (i % STAGES); };
@@ -84,7 +84,7 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
     sync_block();  // and all have used A of the previous step
     fetch(i + 2);
     barrier_wait(barrier_at(i), i / STAGES & 1);
-    sums = multiply<TRANSPOSED>(left, right_at(i), l);
+    sums = multiply<TRANSPOSED, ONE_SUM>(left, right_at(i), l);
     add(sums, next);
     next = after_next;
   }

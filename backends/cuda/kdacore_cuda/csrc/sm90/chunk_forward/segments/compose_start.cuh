@@ -3,7 +3,7 @@
 // through the ring of stages, one a stage, before the segment's chunks.
 //
 // S and A are split in two bfloat16 parts each and multiplied in three products, about 16 bits, in the
-// chain's order (chain_step.cuh): the same bits, so the host may choose by the number of segments. Part of
+// chain's order (chain_step.cuh): the same bits, so the host may choose by the number of segments. Used by
 // output.cu.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 // A map lies where a chunk's records from kt on and its values would be.
 constexpr u32 MAP_AT = OFFSET(ChunkOperands, kt);
-static_assert(sizeof(Stage) - STAGE_LEAD - MAP_AT >= MAP_BYTES, "a map is larger than a stage");
+static_assert(!COMPOSES || sizeof(Stage) - STAGE_LEAD - MAP_AT >= MAP_BYTES, "a map is larger than a stage");
 
 // Segments whose maps come before segment `index`, behind the first one.
 __device__ __forceinline__ int maps_before(int index) { return index > 1 ? index - 1 : 0; }

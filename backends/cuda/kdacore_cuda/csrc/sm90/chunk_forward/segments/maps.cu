@@ -13,16 +13,9 @@
 // Macros: OF_SLICE, for a slice of a row that several ranks share. The sequence that goes on behind the
 // slice, the one that the last token belongs to, has A and B of its last segment, too; LEAVING_ONLY, no
 // other sequence has any.
-#include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 STAGED_BYTES = OFFSET(ChunkOperands, qg);  // the part that is loaded
-constexpr int BLOCK_VALUES = 128, PRODUCER_WARPS = 4;
 #include "sm90/chunk_backward/segment_map.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 #include "sm90/chunk_forward/segments/transposed_map.cuh"
-
-#ifndef OF_SLICE
-#define OF_SLICE 0
-#endif
 
 // A block's segment, and which half of the channels it has. Later segments come first: their operands
 // were written last.
@@ -36,13 +29,13 @@ __device__ __forceinline__ Task find_task(const SegmentParams& p, int block) {
   int j = opaque(slot / p.N), n = slot - j * p.N;
   if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   Task task = {find_segment(p, n, j, hv), index % PARTS, false};
-#if OF_SLICE
-  const Sequence& s = task.x.s;
-  const bool leaves = s.first + s.length == p.T;
-  task.idle = task.x.begin >= s.chunks || (!leaves && (LEAVING_ONLY || task.x.last()));
-#else
-  task.idle = task.x.last();
-#endif
+  if constexpr (OF_SLICE) {
+    const Sequence& s = task.x.s;
+    const bool leaves = s.first + s.length == p.T;
+    task.idle = task.x.begin >= s.chunks || (!leaves && (LEAVING_ONLY || task.x.last()));
+  } else {
+    task.idle = task.x.last();
+  }
   return task;
 }
 

@@ -12,17 +12,9 @@
 // Macros from the host: those of segment_scan.cuh; COMPOSES: no launch before this one made start states
 // (compose_start.cuh), for sequences that begin with zeros.
 #include "common/clear_rows.cuh"
-#include "sm90/chunk_forward/segments/chunk_operands.cuh"
-constexpr u32 STAGED_BYTES = sizeof(ChunkOperands);
-constexpr int BLOCK_VALUES = 64 * WARPGROUPS, PRODUCER_WARPS = WARPGROUPS == 2 ? 4 : 1;
+#include "sm90/chunk_forward/segments/compose_start.cuh"
 #include "sm90/chunk_forward/segments/inner_marks.cuh"
 #include "sm90/chunk_forward/segments/output_rows.cuh"
-#ifndef COMPOSES
-#define COMPOSES 0
-#endif
-#if COMPOSES
-#include "sm90/chunk_forward/segments/compose_start.cuh"
-#endif
 
 __device__ __forceinline__ Segment find_block(const SegmentParams& p, int block) {
   const int slot = block / p.HV, hv = block - slot * p.HV;
@@ -44,8 +36,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
   const int row = l.row + l.g;
   State state;
   OperandRing ring = {shared};
-#if COMPOSES
-  {
+  if constexpr (COMPOSES) {
     const Segment own = find_own();
     state = {};
     if (own.index) {
@@ -54,14 +45,13 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
         write_pairs(state.s, row, 2 * l.t, p.starts + own.place * FULL_STATE_BYTES);
     }
   }
-#endif
   const Segment x = find_own();
-#if !COMPOSES
-  if (x.index || (!x.last() && keeps_initial_state(p)))
-    read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
-  else
-    read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
-#endif
+  if constexpr (!COMPOSES) {
+    if (x.index || (!x.last() && keeps_initial_state(p)))
+      read_pairs(state.s, row, 2 * l.t, p.starts + x.place * FULL_STATE_BYTES);
+    else
+      read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
+  }
   const auto every = [&] { return opaque(p.ckpt_every) / C; };  // chunks between checkpoints
   u64 checkpoint = 0;                                           // the next one
   const auto write_checkpoint = [&] {
@@ -169,11 +159,11 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, u32 shared,
     keep_states_at_end(p, own, state, l);
     take_marked_steps(p, own, ring, l, store_last_output);
   }
-#if COMPOSES  // another stage may still have a map, which other warps read
-  store_last_output(shared + STAGE_LEAD + (ring.slot ? ring.slot - 1 : STAGES - 1) * STAGE_PITCH);
-#else
-  store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
-#endif
+  if constexpr (COMPOSES) {  // another stage may still have a map, which other warps read
+    store_last_output(shared + STAGE_LEAD + (ring.slot ? ring.slot - 1 : STAGES - 1) * STAGE_PITCH);
+  } else {
+    store_last_output(shared + STAGE_LEAD);  // if not before; then the producer uses no stage any more
+  }
 }
 
 // Rows of o that no sequence writes, by the warps that hold no state.
@@ -184,7 +174,7 @@ __device__ __forceinline__ void clear_share(const SegmentParams& p, int warp) {
   clear_unused_rows(p, 2ll * p.HV * V, {32 * number + (thread_index() & 31), 32 * WARPS * grid_blocks()});
 }
 
-KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS output(KDA_PARAM SegmentParams p) {
+KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) output(KDA_PARAM SegmentParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   // The launch before this one makes start states, if sequences have more than one segment. All else that is
@@ -210,12 +200,12 @@ KDA_KERNEL(THREADS, 1) PAIRED_BLOCKS output(KDA_PARAM SegmentParams p) {
     set_role_registers<0>();
     const Segment x = find_block(p, block);
     OperandRing ring = {shared};
-#if COMPOSES
-    if (maps_before(x.index)) {
-      wait_for_inputs();
-      produce_maps(p, x, ring);
+    if constexpr (COMPOSES) {
+      if (maps_before(x.index)) {
+        wait_for_inputs();
+        produce_maps(p, x, ring);
+      }
     }
-#endif
     produce(p, x, ring, part);
     if (p.marks) produce_marks(p, x, ring, part);
     wait_for_inputs();

@@ -9,7 +9,6 @@
 //
 // Macros from the host: BOUNDED (gates are bounded), and those of that kernel.
 #include "common/chunk_forward/marks.cuh"
-#include "common/half_types.cuh"
 #include "generated/prepare_marked_params.cuh"
 #if BOUNDED
 #include "sm90/chunk_forward/segments/prepare_block.cuh"

@@ -63,11 +63,9 @@ static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory si
 static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
               "a multiprocessor has no room for so many blocks");
 
-#include "sm90/chunk_backward/prepare_places.cuh"
-
 // The unit's record.
 __device__ __forceinline__ unsigned char* record_of(const ChunkBackwardParams& p) {
-  return reinterpret_cast<unsigned char*>(p.last) + (u64)unit_index() * sizeof(ChunkOperands);
+  return reinterpret_cast<unsigned char*>(p.last) + (u64)(u32)block_index() * sizeof(ChunkOperands);
 }
 
 // The input g is where keys and kg will be.

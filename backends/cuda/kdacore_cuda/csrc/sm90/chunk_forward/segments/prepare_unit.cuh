@@ -1,4 +1,4 @@
-// What the threads of a unit do, in steps that sync_unit() separates. Which warps do what: prepare.cu.
+// What the threads of a unit do, in steps that sync_block() separates. Which warps do what: prepare.cu.
 #pragma once
 
 #include "sm90/chunk_forward/segments/prepare_apply.cuh"
@@ -22,7 +22,7 @@ __device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, u64 q
 // memory.
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate,
                                           u32 shared) {
-  const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
+  const int thread = thread_index(), lane = thread & 31, warp = uniform(thread >> 5);
   const float unit = exp2_fast(-p.centre);
   {
     // 2. Decays from the gate, as soon as the warp's own part of it is there; norms of q and k.
@@ -32,10 +32,10 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     sync_warp();
     load_steps(x, shared, s, gate, p.floor, rows);
     copy_async_wait<0>();
-    sync_unit();
+    sync_block();
     store_norms(p, shared, rows, warp, lane);
     sum_strip(x, shared, s, p.centre);
-    sync_unit();
+    sync_block();
 
     // 3. Operands; qg and last go to the record.
     unsigned char* const record = record_of(p);
@@ -43,15 +43,15 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     make_operands(p.centre, shared, s, x, record);
   }
   fence_async_proxy();
-  sync_unit();
+  sync_block();
 
   // 4. Products of token pairs.
-  const int own_warp = uniform(opaque(unit_thread()) >> 5);  // recomputed to save registers
+  const int own_warp = uniform(opaque(thread_index()) >> 5);  // recomputed to save registers
   const bool system = own_warp >> 2;
   const int row_block = own_warp & 3;
   float pairs[PAIR_TILES][4];
   multiply_pairs(pairs, shared, system);
-  sync_unit();  // T takes the place of yk, the system that of zq
+  sync_block();  // T takes the place of yk, the system that of zq
 
   // 5. aqk and the diagonal of the system. Then the inverse, its diagonal blocks by the first warps
   // while the others store the rest of the system, the others by the other warps while the first ones store kd.
@@ -59,18 +59,18 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
     store_diagonal(row_block, pairs, shared, lane, unit);
   else
     store_aqk(row_block, pairs, shared, lane, unit);
-  sync_unit();
+  sync_block();
   if (system)
     store_earlier(row_block, pairs, shared, lane);
   else
     invert_diagonal(shared, row_block, lane);
-  sync_unit();
+  sync_block();
   if (system)
     merge_column(shared, row_block, lane);
   else
     flush_keys(shared, row_block >> 1, row_block & 1, lane, record_of(p), p.centre);
   fence_async_proxy();
-  sync_unit();
+  sync_block();
 
   // 6. Products with T.
   if (system)
@@ -78,7 +78,7 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
   else
     make_aqt(shared, row_block, lane);
   fence_async_proxy();
-  sync_unit();
+  sync_block();
 }
 
 // One thread: kt and aqt to the record.

@@ -7,40 +7,34 @@
 // Blocks that read the same records may be a cluster of two (CLUSTER 2): each asks for half of a record, for
 // both. A stage then is empty when both blocks have read it.
 //
-// Macros from the host: WARPGROUPS, SHARED_BYTES, CLUSTER (1 if undefined). To be defined before this is
-// included: STAGED_BYTES, how much of a record is loaded; BLOCK_VALUES, how many values; PRODUCER_WARPS.
+// Macros from the host: WARPGROUPS, SHARED_BYTES, CLUSTER; LAST_READER, of the launch that reads records
+// last: output, which needs all of a record; maps needs the part before qg.
 #pragma once
 
 #include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/segments/chunk_operands.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/chunk_forward/segments/segment_products.cuh"
 #include "sm90/evict_first_copies.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#if CLUSTER == 2
-#define PAIRED_BLOCKS KDA_CLUSTER(2)
-#else
-#define PAIRED_BLOCKS
-#endif
-
+// How much of a record a block loads, and how many of a chunk's values.
+constexpr u32 STAGED_BYTES = LAST_READER ? sizeof(ChunkOperands) : OFFSET(ChunkOperands, qg);
+constexpr int BLOCK_VALUES = LAST_READER ? 64 * WARPGROUPS : 128;
+constexpr int PRODUCER_WARPS = LAST_READER && WARPGROUPS == 1 ? 1 : 4;
 constexpr int STATE_WARPS = 4 * WARPGROUPS;  // warps with 16 rows each; those after them are producers
 constexpr int PARTS = 2 / WARPGROUPS;        // blocks of one matrix
 constexpr int THREADS = 32 * (STATE_WARPS + PRODUCER_WARPS);
-#if WARPGROUPS == 2
+// Moved between warpgroups if two have the state.
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + PRODUCER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
-#endif
 __device__ __forceinline__ int producer_thread() { return thread_index() - 32 * STATE_WARPS; }
 template <int STATE>
 __device__ __forceinline__ void set_role_registers() {
-#if WARPGROUPS == 2
-  set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
-#endif
+  if constexpr (WARPGROUPS == 2)
+    set_registers<STATE ? STATE_REGISTERS : PRODUCER_REGISTERS, START_REGISTERS>();
 }
 
 // A stage holds the first bytes of a chunk's operands, and BLOCK_VALUES of its values.
@@ -50,7 +44,6 @@ struct alignas(1024) Stage {
   unsigned char lead[STAGE_LEAD], operands[STAGED_BYTES];
   SquareImage values[BLOCK_VALUES / 64];  // rows of tokens
 };
-constexpr bool LAST_READER = STAGED_BYTES == sizeof(ChunkOperands);  // of the records: output
 constexpr int STAGES = LAST_READER ? 3 : 4;
 constexpr u32 STAGE_PITCH = sizeof(Stage);
 struct SharedMemory {
@@ -66,13 +59,13 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() < 2 * STAGES)
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
                  thread_index() < STAGES ? 1 + 32 * PRODUCER_WARPS : CLUSTER * STATE_WARPS * WARP_ARRIVALS);
-#if CLUSTER == 1
-  fence_async_proxy();  // bulk copies use them
-  sync_block();
-#else
-  fence_barrier_init();
-  sync_cluster();
-#endif
+  if constexpr (CLUSTER == 1) {
+    fence_async_proxy();  // bulk copies use them
+    sync_block();
+  } else {
+    fence_barrier_init();
+    sync_cluster();
+  }
 }
 
 // This warp's values in a stage.
@@ -102,19 +95,19 @@ __device__ __forceinline__ Values find_values(const SegmentParams& p, const Sequ
 // later, so they may leave L2 first.
 template <bool FOR_LAST>
 __device__ __forceinline__ void copy_shared_part(u32 to, u64 from, u32 bytes, u32 full) {
-#if CLUSTER == 2
-  const u32 half = bytes / 2, at = block_index() % 2 * half;
-  if (FOR_LAST)
-    copy_in_to_both_evict_first(to + at, reinterpret_cast<const void*>(from + at), half, full);
-  else
-    copy_in_to_both(to + at, reinterpret_cast<const void*>(from + at), half, full);
-#else
-  const void* const source = reinterpret_cast<const void*>(from);
-  if (FOR_LAST)
-    copy_in_evict_first(to, source, bytes, full);
-  else
-    copy_in(to, source, bytes, full);
-#endif
+  if constexpr (CLUSTER == 2) {
+    const u32 half = bytes / 2, at = block_index() % 2 * half;
+    if (FOR_LAST)
+      copy_in_to_both_evict_first(to + at, reinterpret_cast<const void*>(from + at), half, full);
+    else
+      copy_in_to_both(to + at, reinterpret_cast<const void*>(from + at), half, full);
+  } else {
+    const void* const source = reinterpret_cast<const void*>(from);
+    if (FOR_LAST)
+      copy_in_evict_first(to, source, bytes, full);
+    else
+      copy_in(to, source, bytes, full);
+  }
 }
 
 // Asks for the first `bytes` of a record in the ring's stage, which is empty.
@@ -176,18 +169,16 @@ __device__ __forceinline__ void produce(const SegmentParams& p, const Segment& x
 
 // This warp has finished reading a stage.
 __device__ __forceinline__ void release(const Lane& l, const OperandRing& ring) {
-#if CLUSTER == 2
-  for (u32 rank = 0; rank < 2; ++rank) warp_arrive_remote(cluster_address(ring.empty(), rank), l.lane);
-#else
-  warp_arrive(ring.empty(), l.lane);
-#endif
+  if constexpr (CLUSTER == 2) {
+    for (u32 rank = 0; rank < 2; ++rank) warp_arrive_remote(cluster_address(ring.empty(), rank), l.lane);
+  } else {
+    warp_arrive(ring.empty(), l.lane);
+  }
 }
 
 // At the end: another block of the cluster may still tell this one that it has read a stage.
 __device__ __forceinline__ void leave_together() {
-#if CLUSTER == 2
-  sync_cluster();
-#endif
+  if constexpr (CLUSTER == 2) sync_cluster();
 }
 
 // A wait for what has come already. It ends a basic block: the assembler would move loads of shared

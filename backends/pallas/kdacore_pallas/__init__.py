@@ -11,8 +11,15 @@ from functools import partial
 from kdacore import config
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function
-from kdacore.types import Backend, OpImpl, Reason, Request, Requirement, Verifier
-from kdacore.verifiers import reads_no_lengths
+from kdacore.types import (
+    Backend,
+    OpImpl,
+    Reason,
+    Request,
+    Requirement,
+    Verifier,
+    reads_no_lengths,
+)
 
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)

@@ -9,8 +9,7 @@ from typing import Any
 
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function
-from kdacore.types import Backend, OpImpl, Reason, Request
-from kdacore.verifiers import reads_no_lengths
+from kdacore.types import Backend, OpImpl, Reason, Request, reads_no_lengths
 
 
 @reads_no_lengths

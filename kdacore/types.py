@@ -424,6 +424,31 @@ class Reason:
 
 Verifier = Callable[[Request], "Reason | None"]
 """Reads a Request, allocates nothing, never syncs; returns None when it has no objection."""
+_V = TypeVar("_V", bound=Callable[..., Any])
+
+
+def reads_no_lengths(verifier: _V) -> _V:
+    """Declares of a verifier that its answer does not depend on lengths, so that it is asked less often.
+
+    Calls of a server differ from step to step in their tokens and sequences. A verifier with this mark is asked once
+    for all calls that differ in nothing else; one without it at each of them. Its answer may depend on everything in
+    the request but ``B``, ``T``, ``N``, ``pool_size``, ``write_pool_size`` and ``checkpoint_count``, what is computed
+    of these, and the same sizes in the shapes of arrays; and on nothing that changes while the process runs.
+
+    Args:
+        verifier: a function written with ``def``.
+
+    Examples:
+        >>> from kdacore import verifiers
+        >>> from kdacore.types import Reason
+        >>> @verifiers.reads_no_lengths
+        ... def even_heads(request):
+        ...     if request.H % 2:
+        ...         return Reason("heads", "serves pairs of heads", f"H={request.H}", "an even number")
+    """
+    vars(verifier)["reads_no_lengths"] = True
+    return verifier
+
 
 Forward = Callable[..., Any]
 """``forward(request, inputs) -> Outputs`` (or the array of ``kda_gate``, or a stage's outputs)."""

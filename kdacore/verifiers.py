@@ -12,35 +12,10 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from collections.abc import Collection, Iterable
 
 from kdacore.types import Reason, Request, Verifier
-
-_F = TypeVar("_F", bound=Callable[[Request], "Reason | None"])
-
-
-def reads_no_lengths(verifier: _F) -> _F:
-    """Declares of a verifier that its answer does not depend on lengths, so that it is asked less often.
-
-    Calls of a server differ from step to step in their tokens and sequences. A verifier with this mark is asked once
-    for all calls that differ in nothing else; one without it at each of them. Its answer may depend on everything in
-    the request but ``B``, ``T``, ``N``, ``pool_size``, ``write_pool_size`` and ``checkpoint_count``, what is computed
-    of these, and the same sizes in the shapes of arrays; and on nothing that changes while the process runs.
-
-    Args:
-        verifier: a function written with ``def``.
-
-    Examples:
-        >>> from kdacore import verifiers
-        >>> from kdacore.types import Reason
-        >>> @verifiers.reads_no_lengths
-        ... def even_heads(request):
-        ...     if request.H % 2:
-        ...         return Reason("heads", "serves pairs of heads", f"H={request.H}", "an even number")
-    """
-    vars(verifier)["reads_no_lengths"] = True
-    return verifier
+from kdacore.types import reads_no_lengths as reads_no_lengths
 
 
 def dtypes(*allowed: str, arrays: Iterable[str] = ()) -> Verifier:

@@ -6,7 +6,7 @@ Nothing here reads tensor values; see ``values.py`` for the checks of ``KDACORE_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kdacore.arrays import Adapter
@@ -280,3 +280,27 @@ def _build_gate(call: Arguments) -> tuple[Request, Adapter]:
     )
     fields.update(gate="softplus" if lower_bound is None else "sigmoid", scalar_gate=K == 0)
     return Request(**fields), adapter
+
+
+# --- lengths ------------------------------------------------------------------------------------------------------
+
+_LENGTHS = ("B", "T", "N", "pool_size", "write_pool_size", "checkpoint_count")
+LENGTH_FIELDS: tuple[int, ...] = tuple([Request._fields.index(name) for name in _LENGTHS])  # type: ignore[attr-defined]
+"""The places of the fields of a request that are lengths; ``tensors`` has the same in the shapes."""
+TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
+
+
+def lengths_of(request: Request) -> Hashable:
+    """All that tells a request from others of its family."""
+    r = request
+    shapes = tuple([spec.shape for _, spec in r.tensors])
+    return r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count, shapes
+
+
+def family_of(request: Request) -> Hashable:
+    """All of a request but its lengths. Sizes of arrays that are none (heads, head dims) are fields of it, too."""
+    fields: list[Any] = list(request)  # type: ignore[call-overload]
+    for i in LENGTH_FIELDS:
+        fields[i] = 0
+    fields[TENSORS_FIELD] = tuple([(name, spec.dtype, len(spec.shape)) for name, spec in request.tensors])
+    return tuple(fields)

@@ -6,40 +6,18 @@ in lengths alone are of one *family*: of a call whose family is known, only what
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
+from kdacore.contract import LENGTH_FIELDS, TENSORS_FIELD
 from kdacore.contract.checks import MAX_VERIFY_TOKENS
 from kdacore.ops import OPS
 from kdacore.ops.shapes import LENGTH_AXES, SHAPES, Axis
 from kdacore.types import Request, TensorSpec
 
-_SIZES = ("B", "T", "N", "pool_size", "write_pool_size", "checkpoint_count")
-"""The fields of a request that are lengths; ``tensors`` has the same in the shapes."""
-_POSITIONS: tuple[int, ...] = tuple([Request._fields.index(name) for name in _SIZES])  # type: ignore[attr-defined]
-_TENSORS: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
 _new: Any = tuple.__new__
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the arrays that a call gives, in the order of its op's definition."""
-
-
-def lengths_of(request: Request) -> Hashable:
-    """All that tells a request from others of its family."""
-    r = request
-    shapes = tuple([spec.shape for _, spec in r.tensors])
-    return r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count, shapes
-
-
-def family_of(request: Request) -> Hashable:
-    """All of a request but its lengths."""
-    fields: list[Any] = list(request)  # type: ignore[call-overload]
-    for i in _POSITIONS:
-        fields[i] = 0
-    fields[_TENSORS] = tuple(
-        [(name, s.dtype, len(s.shape), s.shape[LENGTH_AXES.get(name, 0) :]) for name, s in request.tensors]
-    )
-    return tuple(fields)
 
 
 class RequestsLike:
@@ -132,9 +110,9 @@ class RequestsLike:
             name, spec = specs[i]
             specs[i] = name, _new(TensorSpec, ((N, slots), spec.dtype))
         fields = self._fields.copy()
-        for i, size in zip(_POSITIONS, (B, T, N, rows, write_rows, checkpoints), strict=True):
+        for i, size in zip(LENGTH_FIELDS, (B, T, N, rows, write_rows, checkpoints), strict=True):
             fields[i] = size
-        fields[_TENSORS] = tuple(specs)
+        fields[TENSORS_FIELD] = tuple(specs)
         request: Request = _new(Request, fields)
         return request
 

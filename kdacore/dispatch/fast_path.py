@@ -16,7 +16,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from kdacore import plugin_faults
-from kdacore.contract.lengths import family_of, has_families
+from kdacore.contract import family_of
+from kdacore.contract.lengths import has_families
 from kdacore.dispatch.new_lengths import CallFamily
 from kdacore.ops import OPS
 from kdacore.types import Outputs
@@ -101,10 +102,12 @@ def _written_out(
     tests += [f"{name} is None" for name, x in zip(inputs._fields, inputs, strict=True) if x is None]
     source = [
         "def matches(arrays, options):",
-        f"    {', '.join(inputs._fields)}, = arrays",
-        f"    {', '.join(names)}, = options" if names else "",
-        f"    try: return {answer.format(' and '.join((*tests, expression)))}",
-        "    except AttributeError: return None",  # something else than an array: validation names it
+        "    try:",
+        f"        {', '.join(inputs._fields)}, = arrays",
+        f"        {', '.join(names)}, = options" if names else "",
+        f"        return {answer.format(' and '.join((*tests, expression)))}",
+        # Something else than an array, which validation names; an op of this name that has other arguments.
+        "    except (AttributeError, ValueError): return None",
     ]
     exec(_compiled("\n".join(source)), values)
     return values["matches"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kdacore.contract.lengths import RequestsLike, Shapes, lengths_of
+from kdacore.contract import lengths_of
+from kdacore.contract.lengths import RequestsLike, Shapes
 from kdacore.dispatch import selection
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kdacore import config, plugin_faults
+from kdacore.contract import family_of, lengths_of
 from kdacore.dispatch.candidates import Judge, judge, with_costs
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY
@@ -255,8 +256,6 @@ class Family:
 
 def family(request: Request, policy: Policy) -> Family:
     """The selections of calls like this one. ContractError where a backend of an unknown name was asked for."""
-    from kdacore.contract.lengths import family_of  # with the first call
-
     key = policy, family_of(request)
     return _cache.get(key) or Family(request, policy, key=key)
 
@@ -274,8 +273,6 @@ def select(request: Request, policy: Policy, *, warn: bool = True) -> Selection:
         UnsupportedError: the forced backend (or, for a traced call, every backend) cannot serve it.
         ContractError: a backend of an unknown name was asked for.
     """
-    from kdacore.contract.lengths import lengths_of  # with the first call
-
     return family(request, policy).select(request, lengths_of(request), warn=warn)
 
 

@@ -11,7 +11,8 @@ import pytest
 from kdacore.calls.description import CallDescription, arguments
 from kdacore.calls.pools import POOLS
 from kdacore.calls.requests import request_of, request_with
-from kdacore.contract.lengths import RequestsLike, family_of, has_families, lengths_of
+from kdacore.contract import family_of, lengths_of
+from kdacore.contract.lengths import RequestsLike, has_families
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.ops.shapes import LENGTH_AXES, SHAPES

@@ -19,8 +19,7 @@ from kdacore.ops import (
     SEQUENCE_FEATURES,
     STAGE_FEATURES,
 )
-from kdacore.types import Backend, OpImpl, Reason, Request, Requirement, Verifier
-from kdacore.verifiers import reads_no_lengths
+from kdacore.types import Backend, OpImpl, Reason, Request, Requirement, Verifier, reads_no_lengths
 
 VERSION = "0.1.0"
 MINIMUM_JAX = (0, 10)

@@ -17,8 +17,7 @@ from kdacore.ops import (
     SEQUENCE_FEATURES,
     STAGE_FEATURES,
 )
-from kdacore.types import Backend, OpImpl, Reason, Request
-from kdacore.verifiers import reads_no_lengths
+from kdacore.types import Backend, OpImpl, Reason, Request, reads_no_lengths
 
 
 @reads_no_lengths

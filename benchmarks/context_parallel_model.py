@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bars import Bar, Group, draw
+from benchmarks.bar_charts import Bar, Group, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "context-parallel-model.svg"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdacore.dispatch.asked import answer, copied
 from kdacore.dispatch.call import opdef_of
+from kdacore.dispatch.selection_queries import answer, copied
 from kdacore.errors import UnsupportedError
 from kdacore.ops.binding import binder
 from kdacore.types import Selection

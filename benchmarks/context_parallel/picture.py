@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import Bar, Group, draw
+from benchmarks.bar_charts import Bar, Group, draw
 
 SERIES = {"ranks": "kdacore", "fla": "fla-core"}
 

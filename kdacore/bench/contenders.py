@@ -13,7 +13,7 @@ from kdacore.bench.cases import Case
 from kdacore.bench.peers import PEERS, Peer
 from kdacore.calls.description import CallDescription
 from kdacore.dispatch.plan import record_selections
-from kdacore.features import arch_of, explain_call
+from kdacore.feature_matrix import arch_of, explain_call
 from kdacore.machine import Accelerator, version_of
 from kdacore.registry import REGISTRY
 

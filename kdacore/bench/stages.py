@@ -23,7 +23,7 @@ from kdacore.bench.peers import fla
 from kdacore.bench.results import Figure, Results, Row
 from kdacore.calls.description import CallDescription
 from kdacore.calls.values import Shape, offsets, to_kind
-from kdacore.features import arch_of, explain_call
+from kdacore.feature_matrix import arch_of, explain_call
 from kdacore.machine import version_of
 from kdacore.selfcheck.check import relative_error
 

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from kdacore import features
+from kdacore import feature_matrix
 from kdacore.argument_types import at_least
 from kdacore.arrays.specs import DEVICE
 from kdacore.calls.description import CallDescription, options
@@ -138,7 +138,7 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         op=op,
         kind=args.kind,
         device=where,
-        arch=args.arch or features.arch_of(where.partition(":")[0], args.kind, ()),
+        arch=args.arch or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
         shape=shape,
         dtype=args.dtype,
         gate_dtype=args.dtype,

@@ -22,12 +22,12 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import config, features, integrations, machine, plugin_faults, registry, report
+from kdacore import config, feature_matrix, integrations, machine, plugin_faults, registry, report
 from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_costs, doctor_selfcheck
 from kdacore.dispatch import selection
 from kdacore.errors import ConfigError, PerformanceWarning, PluginError, list_names
-from kdacore.features import explain_call
+from kdacore.feature_matrix import explain_call
 from kdacore.machine import Machine
 from kdacore.registry import (
     BY_HAND,
@@ -269,7 +269,7 @@ def _backend(registered: Registered, where: Machine, problem: Any) -> dict[str, 
         "status": status,
         "summary": backend.summary,
         "kinds": list(backend.kinds),
-        "places": [str(p) for p in features.places_of(backend, where)],
+        "places": [str(p) for p in feature_matrix.places_of(backend, where)],
         "missing": [{"name": r.name, "what": what, "remedy": r.remedy} for r, what in gone],
         "ops": {op: _mark(impl.verified_archs, arch) for op, impl in backend.ops.items()},
     }
@@ -299,7 +299,7 @@ def _mark(verified: frozenset[str], here: set[str]) -> dict[str, Any]:
 
 
 def _features(registered: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:
-    answers, raised = features.matrix(registered, where)
+    answers, raised = feature_matrix.matrix(registered, where)
     for message in raised:
         problem("verifier", message)
     return [
@@ -369,13 +369,15 @@ def _call(call: CallDescription, backend: str | None) -> dict[str, Any]:
 
 def _choose(registered: list[Registered], where: Machine) -> None:
     """Let ``kdacore_choose`` decide a plain call at each place, so that a hook that raises is reported."""
-    places = dict.fromkeys(place for r in registered for place in features.places_of(r.backend, where))
+    places = dict.fromkeys(place for r in registered for place in feature_matrix.places_of(r.backend, where))
     with warnings.catch_warnings():
         for listed in (RuntimeWarning, PerformanceWarning):  # the report says it too
             warnings.simplefilter("ignore", listed)
         for place in places:
             for op in ("chunk_kda", "fused_recurrent_kda"):
-                request = features.request_of(features.at(features.plain_calls(op)[-1], place))
+                request = feature_matrix.request_of(
+                    feature_matrix.at(feature_matrix.plain_calls(op)[-1], place)
+                )
                 selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from kdacore import machine
 from kdacore.calls.description import CallDescription
 from kdacore.dispatch import selection
-from kdacore.features import Place, arch_of, at, places_of, plain_calls, request_of
+from kdacore.feature_matrix import Place, arch_of, at, places_of, plain_calls, request_of
 from kdacore.machine import Machine, version_of
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY, Registered

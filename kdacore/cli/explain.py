@@ -8,7 +8,7 @@ import json
 from kdacore import report
 from kdacore.argument_types import at_least
 from kdacore.cli import call_arguments
-from kdacore.features import explain_call
+from kdacore.feature_matrix import explain_call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,7 +119,7 @@ class Family:
         self._key = key
         self._generation = _generation
         self._selections: dict[Hashable, Selection] = {}
-        """By :func:`~kdacore.contract.lengths.lengths_of` the request."""
+        """By :func:`~kdacore.contract.lengths_of` the request."""
 
     def candidates(self, request: Request) -> tuple[Candidate, ...]:
         """How each backend answers one of the calls. No cost is predicted yet."""

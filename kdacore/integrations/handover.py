@@ -16,9 +16,9 @@ import torch
 
 from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.compat.call import Call, run
-from kdacore.dispatch.asked import Answer, answer
 from kdacore.dispatch.fast_path import Matcher, is_plain, matcher
 from kdacore.dispatch.plan import PREFERENCE
+from kdacore.dispatch.selection_queries import Answer, answer
 from kdacore.errors import ContractError
 from kdacore.integrations.hooks import Hook
 from kdacore.ops import OPS

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kdacore import config
 from kdacore.errors import ContractError
 from kdacore.ops import OpDef
-from kdacore.parallel.marks import code_of
+from kdacore.parallel.call_marks import code_of
 from kdacore.types import Request
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kdacore.dispatch import selection
 from kdacore.parallel.agreement import HEAD_BYTES
-from kdacore.parallel.marks import MARKS
+from kdacore.parallel.call_marks import MARKS
 from kdacore.registry import REGISTRY
 from kdacore.types import Request, SliceFunctions, TensorSpec
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kdacore.parallel.call_marks import MARKS
 from kdacore.parallel.layout import Layout, ends_here, starts_here
-from kdacore.parallel.marks import MARKS
 from kdacore.parallel.progress import Progress
 from kdacore.parallel.torch_fold import folded, folded_back
 from kdacore.types import InputGrads, OutputGrads, Outputs, Request, SliceFunctions
@@ -90,7 +90,7 @@ def forward(
         inputs: its arrays; packed, with local offsets.
         rows: the sequences on this rank; None of rows that are not packed.
         initial_state: ``[N, HV, K, V]`` of all sequences; zeros when None.
-        mark: of the call, :mod:`kdacore.parallel.marks`.
+        mark: of the call, :mod:`kdacore.parallel.call_marks`.
 
     Raises:
         RuntimeError: another rank has failed, and the ranks meet on the host.

@@ -21,9 +21,9 @@ from kdacore.dispatch.call import call as plain_call
 from kdacore.dispatch.plan import RECORDS
 from kdacore.errors import contract_text
 from kdacore.ops import OPS, OpDef
+from kdacore.parallel.call_marks import MARKS
 from kdacore.parallel.exchange import Residuals
 from kdacore.parallel.local_call import without_cp
-from kdacore.parallel.marks import MARKS
 from kdacore.parallel.progress import Turn
 from kdacore.parallel.torch_ranks import WANTED, TorchRanks, ranks_of_name
 from kdacore.parallel.torch_slice import SliceCall, begun, slice_call

@@ -30,6 +30,7 @@ from kdacore.parallel.agreement import (
     report,
     told,
 )
+from kdacore.parallel.call_marks import code_of, mark_of, number_of
 from kdacore.parallel.exchange import Residuals, Rows, Slice
 from kdacore.parallel.layout import layout, local_offsets
 from kdacore.parallel.local_call import (
@@ -40,7 +41,6 @@ from kdacore.parallel.local_call import (
     states_in,
     states_out,
 )
-from kdacore.parallel.marks import code_of, mark_of, number_of
 from kdacore.parallel.offsets import check_copies, check_offsets
 from kdacore.parallel.progress import Turn
 from kdacore.parallel.torch_ranks import TorchRanks, check_group

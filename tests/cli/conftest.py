@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kdacore import config, features, machine, registry
+from kdacore import config, feature_matrix, machine, registry
 from kdacore.machine import Machine, Row
 from kdacore.registry import REGISTRY
 
@@ -62,9 +62,9 @@ def distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WriteDistri
 def requests_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor's table of features asks each backend about the same 2000 requests: they are built once for all tests
     that are not about them."""
-    monkeypatch.setattr(features, "request_of", _request_of)
+    monkeypatch.setattr(feature_matrix, "request_of", _request_of)
 
 
-_request_of = functools.cache(features.request_of)
+_request_of = functools.cache(feature_matrix.request_of)
 _real_third_parties = registry.third_parties
 _real_plugins = registry.BUILTIN_PLUGINS

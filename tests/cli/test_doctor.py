@@ -21,7 +21,7 @@ from kdacore.cli import doctor, doctor_selfcheck
 from kdacore.cli import main as cli
 from kdacore.cli.doctor_text import render
 from kdacore.dispatch import cost_tables, plan
-from kdacore.features import Place
+from kdacore.feature_matrix import Place
 from kdacore.hookspecs import hookimpl
 from kdacore.integrations.hooks import HookStatus
 from kdacore.machine import Machine, Row

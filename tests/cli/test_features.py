@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kdacore import features
-from kdacore.features import FEATURES, Place, at, matrix, places_of, plain_calls, request_of
+from kdacore import feature_matrix
+from kdacore.feature_matrix import FEATURES, Place, at, matrix, places_of, plain_calls, request_of
 from kdacore.machine import Accelerator, Machine
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY, Registered
@@ -110,5 +110,5 @@ def test_the_arch_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("KDACORE_ARCH", "sm_100")
     config.refresh()
-    assert features.arch_of("cuda", "torch", ()) == "sm_100"
-    assert features.arch_of("cpu", "torch", ()) == ""
+    assert feature_matrix.arch_of("cuda", "torch", ()) == "sm_100"
+    assert feature_matrix.arch_of("cpu", "torch", ()) == ""

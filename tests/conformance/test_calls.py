@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kdacore import features
+from kdacore import feature_matrix
 from kdacore.api import public_function
 from kdacore.calls import description
 from kdacore.calls.arrays import host_values, make_arrays, rows_of
@@ -53,8 +53,8 @@ def test_every_option_and_array_is_in_the_matrix(family: str) -> None:
     ops = [op for op in OPS if OPS[op].family == family]
     asked: set[str] = set()
     for op in ops:
-        for plain in features.plain_calls(op):
-            for feature in (f for f in features.FEATURES if f.applies(op)):
+        for plain in feature_matrix.plain_calls(op):
+            for feature in (f for f in feature_matrix.FEATURES if f.applies(op)):
                 call = plain.changed(**feature.change)
                 asked |= set(dict(call.options)) | set(specs(call))
     wanted = {name for op in ops for name in (*OPS[op].options, *OPS[op].arrays)}

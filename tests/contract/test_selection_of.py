@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kdacore
-from kdacore.dispatch import asked, selection
+from kdacore.dispatch import selection, selection_queries
 from kdacore.ops import OPS
 from kdacore.ops.binding import binder
 from kdacore.registry import REGISTRY
@@ -111,13 +111,13 @@ def test_refusals_do_not_keep_arrays_alive() -> None:
 def test_options_that_are_no_plain_values_are_not_kept() -> None:
     scale = torch.ones(())
     kept = weakref.ref(scale)
-    before = len(asked._answers)
+    before = len(selection_queries._answers)
     for _ in range(3):
         with pytest.raises(kdacore.ContractError, match="'scale'"):
             kdacore.selection_of("chunk_kda", **call(scale=scale))
         with pytest.raises(kdacore.ContractError, match="'scale'"):
             kdacore.selection_of("chunk_kda", **call(scale=float("nan")))
-    assert len(asked._answers) == before
+    assert len(selection_queries._answers) == before
     del scale
     gc.collect()
     assert kept() is None
@@ -126,7 +126,7 @@ def test_options_that_are_no_plain_values_are_not_kept() -> None:
 def test_answers_are_forgotten_when_the_backends_change() -> None:
     before = kdacore.selection_of("chunk_kda", **call())
     REGISTRY.reset()
-    assert not asked._answers and not asked._recent
+    assert not selection_queries._answers and not selection_queries._recent
     assert kdacore.selection_of("chunk_kda", **call()) is not before
 
 

@@ -14,7 +14,7 @@ import pytest
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 import kdacore_cuda
-from kdacore import features, lazy
+from kdacore import feature_matrix, lazy
 from kdacore.cli import main as cli
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY, missing
@@ -147,14 +147,17 @@ def test_explaining_a_call_on_assumed_hardware_needs_no_driver(capsys: pytest.Ca
 
 def test_jax_is_served_what_torch_is_served() -> None:
     """Every feature of the doctor's matrix, on the same device, with gradients too."""
-    able = features.capable(REGISTRY.get("cuda"))
+    able = feature_matrix.capable(REGISTRY.get("cuda"))
     served: dict[str, set[tuple[str, str]]] = {"torch": set(), "jax": set()}
     for kind in ("torch", "jax"):
-        place = features.Place(kind, "cuda", "sm_90")  # type: ignore[arg-type]
+        place = feature_matrix.Place(kind, "cuda", "sm_90")  # type: ignore[arg-type]
         for op in (op for op in OPS if op in able.backend.ops):
-            for feature in (f for f in features.FEATURES if f.applies(op) and kind in f.kinds):
-                calls = [features.at(c.changed(**feature.change), place) for c in features.plain_calls(op)]
-                if any(not features._refusal(able, call, []) for call in calls):
+            for feature in (f for f in feature_matrix.FEATURES if f.applies(op) and kind in f.kinds):
+                calls = [
+                    feature_matrix.at(c.changed(**feature.change), place)
+                    for c in feature_matrix.plain_calls(op)
+                ]
+                if any(not feature_matrix._refusal(able, call, []) for call in calls):
                     name = "gradients" if feature.name == "jit, vmap and grad" else feature.name
                     served[kind].add((op, name))
     only_torch = served["torch"] - served["jax"]

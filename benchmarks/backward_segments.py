@@ -26,7 +26,7 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.segments import forward as segments
 from kdacore_reference.oracle import oracle_backward
 

@@ -24,7 +24,7 @@ from kdacore.bench.results import Results, Row
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 

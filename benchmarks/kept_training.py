@@ -23,7 +23,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward.kernels import prepare_kernel, scan_kernel, scan_outputs_kernel
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 OUTPUT_BOUND, GRADIENT_BOUND = 9e-3, 1.6e-2

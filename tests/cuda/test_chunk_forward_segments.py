@@ -24,7 +24,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
 from kdacore_cuda.forms.segments import sizes as segment_lengths

@@ -27,7 +27,7 @@ from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward.kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.kept import forward as chunk_forward_kept
 from kdacore_cuda.forms.kept import sizes as chunk_kept
 from kdacore_cuda.runtime import device_figures, torch_launch

@@ -23,7 +23,7 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths

@@ -13,7 +13,7 @@ from cuda_calls import BOUNDED_MODEL, Draw, request_of
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.fused import forward as fused
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.fused.sizes import cut_states_size

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kdacore.lazy import lazy_function
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 
 _FORWARD: Mapping[str, Callable[..., Outputs]] = {
     form: lazy_function(__package__, f"{form}.forward", "forward")

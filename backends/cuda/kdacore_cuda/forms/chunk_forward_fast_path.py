@@ -9,11 +9,11 @@ import torch
 
 from kdacore.arrays.torch.private import Empty, allocator
 from kdacore.types import ChunkInputs, FastCall, Request
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.array_places import ForwardLaunches
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward_launches import launches_of
 from kdacore_cuda.forms.dataflow import forward as dataflow
 from kdacore_cuda.forms.fused import forward as fused
-from kdacore_cuda.forms.places import ForwardLaunches
 from kdacore_cuda.request_encoding import contiguous_strides, contiguous_token_strides
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher, Start

@@ -4,10 +4,10 @@ prepack them, and calls from JAX are made of them."""
 from __future__ import annotations
 
 from kdacore.types import Request
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.array_places import ForwardLaunches, Places, arrays_of
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.dataflow import launches as dataflow
 from kdacore_cuda.forms.fused import launches as fused
-from kdacore_cuda.forms.places import ForwardLaunches, Places, arrays_of
 from kdacore_cuda.forms.segments import launches as segments
 from kdacore_cuda.request_encoding import contiguous_token_strides
 from kdacore_cuda.runtime.launch_sequence import check_launches

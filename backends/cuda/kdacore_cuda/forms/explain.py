@@ -6,7 +6,7 @@ from kdacore.types import Request
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
 from kdacore_cuda.forms.backward.segments_kernels import chunks_per_segment
-from kdacore_cuda.forms.chosen import figures_of
+from kdacore_cuda.forms.choice_on_device import figures_of
 from kdacore_cuda.forms.segments.sizes import choose_lengths
 from kdacore_cuda.forms.slices.kernels import chunks_per_segment as chunks_per_slice_segment
 from kdacore_cuda.runtime import device_figures

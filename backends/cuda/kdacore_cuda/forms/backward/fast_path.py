@@ -12,7 +12,7 @@ from kdacore.types import ChunkInputs, FastGradients, InputGrads, Request
 from kdacore_cuda.forms import chunk_forward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward.launches import FIRST_ARRAYS, SECOND_ARRAYS, BackwardLaunches, launches_of
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.kept import fast_path as chunk_forward_kept_fast_path
 from kdacore_cuda.forms.segments import forward as segments
 from kdacore_cuda.request_encoding import contiguous_strides

@@ -31,7 +31,7 @@ from kdacore_cuda.forms.backward.kernels import (
 from kdacore_cuda.forms.backward.segments import ChunkBackwardSegmentsPlan, ScanLaunch
 from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY
 from kdacore_cuda.forms.backward.sizes import WORKSPACE as WORKSPACE
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.kept.sizes import kept_arrays
 from kdacore_cuda.forms.segments import saved as chunk_kept_segments
 from kdacore_cuda.kernel_parameters import GATES, GROUPS, SUMS, TYPES

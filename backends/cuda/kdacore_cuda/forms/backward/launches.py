@@ -15,7 +15,7 @@ from kdacore_cuda.forms.backward.kernels import (
     prepare_kernel,
 )
 from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.kept.sizes import kept_places
 from kdacore_cuda.forms.segments import saved as chunk_kept_segments
 from kdacore_cuda.kernel_parameters import ITEM_SIZES, TYPES

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kdacore.types import Request
+from kdacore_cuda.forms.array_places import ForwardLaunches, Places, only, operands, with_strides
 from kdacore_cuda.forms.dataflow.forward import plan_of, walk_launcher
-from kdacore_cuda.forms.places import ForwardLaunches, Places, only, operands, with_strides
 from kdacore_cuda.kernel_parameters import V_STRIDES, WALK
 from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 

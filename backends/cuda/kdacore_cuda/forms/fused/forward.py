@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda.architectures import has_hopper_kernel
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.fused.checkpoints import finish_checkpoints, make_checkpoints, make_marks
 from kdacore_cuda.forms.fused.kernels import chunk_forward_launcher
 from kdacore_cuda.forms.fused.sizes import grid_blocks, workspace_size

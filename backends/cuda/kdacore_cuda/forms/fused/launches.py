@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
+from kdacore_cuda.forms.array_places import ForwardLaunches, Places, only
 from kdacore_cuda.forms.fused.checkpoints import tail_grid, tail_launcher, tail_sizes
 from kdacore_cuda.forms.fused.forward import plan_of
-from kdacore_cuda.forms.places import ForwardLaunches, Places, only
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import contiguous_token_strides
 from kdacore_cuda.runtime.device_figures import arch_of

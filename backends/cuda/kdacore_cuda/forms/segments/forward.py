@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.fused.checkpoints import Marks, make_checkpoints, make_marks
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.kernels import (

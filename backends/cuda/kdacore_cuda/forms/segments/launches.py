@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kdacore.types import Request
-from kdacore_cuda.forms.places import MARKS, ROWS, ForwardLaunches, Places, only, operands, with_strides
+from kdacore_cuda.forms.array_places import MARKS, ROWS, ForwardLaunches, Places, only, operands, with_strides
 from kdacore_cuda.forms.segments.forward import plan_of
 from kdacore_cuda.kernel_parameters import PREPARE_MARKED, SEGMENTS, V_STRIDES
 from kdacore_cuda.runtime.launch_sequence import PlannedLaunch

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kdacore.types import Request
-from kdacore_cuda.forms.chosen import chosen
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.stages.kernels import (
     STAGE_THREADS,
     hopper_recompute_kernel,

@@ -94,11 +94,11 @@ template <bool BOUNDED_KIND = false>
 __device__ __forceinline__ float gate_shift(int kind, float A_log) {
   return is_softplus<BOUNDED_KIND>(kind) ? softplus_shift_of(A_log) : 0.0f;
 }
-// What a head's rate leaves of an input.
+// An input as a head's rate leaves it.
 __device__ __forceinline__ float rated_input(float rate, float x) {
   return rate == 0.0f ? nothing_of(x) : x;
 }
-// Whether it leaves nothing, so that nothing_of() replaces inputs.
+// Whether a head's rate is 0, so that nothing_of() replaces all inputs.
 __device__ __forceinline__ bool is_still(int kind, float rate) { return kind != GATE_LOG && rate == 0.0f; }
 
 template <bool BOUNDED_KIND>
@@ -113,7 +113,7 @@ __device__ __forceinline__ Gate make_gate(int kind, float A_log, float inverse_o
 // --- steps ---------------------------------------------------------------------------------------
 // x: the sum of input, bias and shift, of which a rate of 0 has left nothing; y: log2(e) times that.
 
-// 1 / (1 + exp(rate x)), of which a sigmoid's step is the bound's part.
+// 1 / (1 + exp(-rate x)): a sigmoid's step is the lower bound times this.
 __device__ __forceinline__ float sigmoid_part(float slope, float x) {
   return reciprocal(1.0f + exp2_fast(slope * x));
 }
@@ -126,14 +126,18 @@ __device__ __forceinline__ float sigmoid_step(const Gate& gate, float x) {
 }
 // unit: -rate.
 __device__ __forceinline__ float softplus_step(float unit, float y) { return unit * softplus2(y); }
-// The decays of N channels from their inputs, in place, as kernels compute them that look at one token at a time. One
-// branch on the kind of gate for all channels.
+// With a rate of 0.
+__device__ __forceinline__ float still_step(const Gate& gate) {
+  return gate.kind == GATE_SOFTPLUS ? 0.0f : reciprocal(gate.unit + gate.unit);
+}
+
+// The gates of N channels, in kernels that process one token after another.
 template <int N>
 struct ChannelGates {
   float bias[N];  // with the shift
   float factor;   // a sigmoid's slope, or a softplus's unit
 };
-// What `bias` and A_log make of a head's gate.
+// From A_log and biases without the shift.
 template <int N>
 __device__ __forceinline__ void finish_gates(ChannelGates<N>& gate, int kind, float A_log) {
   if (kind == GATE_SOFTPLUS) {
@@ -144,6 +148,7 @@ __device__ __forceinline__ void finish_gates(ChannelGates<N>& gate, int kind, fl
     gate.factor = slope_of(rate_of(A_log));
   }
 }
+// Replaces inputs by decays. One branch on the kind of gate for all channels.
 template <int N, class Params>
 __device__ __forceinline__ void decays(const Params& p, float (&x)[N], const ChannelGates<N>& gate) {
 #pragma unroll
@@ -163,14 +168,10 @@ __device__ __forceinline__ void decays(const Params& p, float (&x)[N], const Cha
     for (int i = 0; i < N; ++i) x[i] = exp2_fast(LOG2E * x[i]);
   }
 }
-// With a rate of 0.
-__device__ __forceinline__ float still_step(const Gate& gate) {
-  return gate.kind == GATE_SOFTPLUS ? 0.0f : reciprocal(gate.unit + gate.unit);
-}
 
 // --- gradients -----------------------------------------------------------------------------------
-// From d, the gradient of a step's natural logarithm, to that of the gate's input. Steps below `floor` were cut off,
-// and have none; a step that is NaN has. What an element gives to A_log's gradient is added to `A_log`.
+// From d, the gradient of a token's log decay, to that of the gate's input. Steps below `floor` were cut off
+// and have none; a step that is NaN has. What an element adds to A_log's gradient is added to `A_log`.
 
 // `bound`: the lower bound in log2, `span`: minus the lower bound. The rate last: it may be so large that only all of
 // the product is finite.
@@ -183,7 +184,7 @@ __device__ __forceinline__ float sigmoid_gradient(float d, float x, float rate, 
   A_log += d * x;
   return d;
 }
-// `grow`: of d. A_log: its gradient is LN2 times this sum.
+// d is `grow` times smaller than the gradient. `A_log`: LN2 times this sum is its gradient.
 __device__ __forceinline__ float softplus_gradient(float d, float grow, float x, float rate, float floor,
                                                    float& A_log) {
   const float step = softplus_step(-rate, LOG2E * x), slope = -rate * sigmoid(x), dstep = d * grow;

@@ -1,6 +1,6 @@
 // Unbounded gates: an anchor serves a quarter. Each later quarter also needs the keys decayed to
-// its start: the second in sk (of its 32 rows the last 16 are not read), the third in sk_third, the
-// fourth in sk_fourth (of its 64 rows the last 16 are not read). Used by prepare_operands.cuh.
+// its start: the second in sk (of its 32 rows the last 16 are not read), the third in third, the
+// fourth in fourth (of its 64 rows the last 16 are not read). Used by prepare_operands.cuh.
 #pragma once
 
 #include "sm90/chunk_backward/prepare_strips.cuh"

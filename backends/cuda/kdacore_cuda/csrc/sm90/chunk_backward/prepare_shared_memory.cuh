@@ -12,7 +12,7 @@
 //   aqk      g if float    staging of kg, then    aqk
 //   inverse  g if float    of qg                  inverse                   inverse
 //   yk       g             yk                     v                         v
-//   sk_third, sk_fourth    sk of earlier quarters, as the third and the fourth see them (unbounded gates)
+//   third, fourth          sk of earlier quarters, as the third and the fourth see them (unbounded gates)
 //
 // With FOR_SEGMENTS, which needs no v, these differ:
 //

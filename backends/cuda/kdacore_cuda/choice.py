@@ -1,8 +1,8 @@
 """Which form serves a call, and the numbers that decide: the one place where that is chosen.
 
 :func:`choose` is a pure function of a request and of a device's figures. Launch code, ``explain`` and tests read
-its answer through :mod:`kdacore_cuda.forms.choice_on_device`. Kernels of one form that differ in their blocks only, and give
-the same bits, are chosen by that form's ``sizes`` and ``kernels``.
+its answer through :mod:`kdacore_cuda.forms.choice_on_device`. Kernels of one form that differ in their blocks only,
+and give the same bits, are chosen by that form's ``sizes`` and ``kernels``.
 
 No rule of the chunk forms reads the number of tokens where that would change bits: appending tokens would then
 change the results of those before. All rules count *items*, sequences times value heads.

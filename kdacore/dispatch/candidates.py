@@ -158,38 +158,42 @@ class Judge:
     def with_cost(self, candidate: Candidate, request: Request) -> Candidate:
         """The answer to a call that the backend can serve, with its predicted cost."""
         if self._predict is None:
-            self._predict = self._predictor()
-        found = self._predict(request)
-        if found is None:
-            return candidate
-        c = candidate
-        fields = c.backend, c.reasons, found.seconds, c.rank, c.verified, c.lacking, found.source, c.form
-        priced: Candidate = _new(Candidate, fields)
-        return priced
-
-    def _predictor(self) -> Callable[[Request], Prediction | None]:
-        from kdacore.dispatch import cost  # not with `import kdacore`
-
-        name, own = self.registered.backend.name, None if self.impl is None else self.impl.cost
-        if own is None:
-            return cost.Predictor(name).predict
-
-        def estimate(request: Request) -> Prediction | None:
-            seconds, error = plugin_faults.attempt(own, request)
-            if error is None and not cost.is_cost(seconds):
-                error = ValueError(
-                    "a cost is seconds, a finite number of 0 or more, or None; "
-                    f"got {plugin_faults.shown(seconds)}"
-                )
-            if error is not None:  # a backend of unknown speed is still a backend
-                plugin_faults.report(f"backend {name}", f"cost of {request.op}", error)
-                return None
-            return None if seconds is None else cost.Prediction(float(seconds), _OWN_ESTIMATE)
-
-        return estimate
+            self._predict = _predictor(self.registered, self.impl)
+        return _priced(candidate, self._predict(request))
 
 
 _OWN_ESTIMATE = "estimated by the backend itself"
+
+
+def _predictor(registered: Registered, impl: OpImpl | None) -> Callable[[Request], Prediction | None]:
+    """What predicts the costs of calls that a backend can serve."""
+    from kdacore.dispatch import cost  # not with `import kdacore`
+
+    name, own = registered.backend.name, None if impl is None else impl.cost
+    if own is None:
+        return cost.Predictor(name).predict
+
+    def estimate(request: Request) -> Prediction | None:
+        seconds, error = plugin_faults.attempt(own, request)
+        if error is None and not cost.is_cost(seconds):
+            error = ValueError(
+                f"a cost is seconds, a finite number of 0 or more, or None; got {plugin_faults.shown(seconds)}"
+            )
+        if error is not None:  # a backend of unknown speed is still a backend
+            plugin_faults.report(f"backend {name}", f"cost of {request.op}", error)
+            return None
+        return None if seconds is None else cost.Prediction(float(seconds), _OWN_ESTIMATE)
+
+    return estimate
+
+
+def _priced(c: Candidate, found: Prediction | None) -> Candidate:
+    """The candidate with its predicted cost, if there is a prediction."""
+    if found is None:
+        return c
+    fields = c.backend, c.reasons, found.seconds, c.rank, c.verified, c.lacking, found.source, c.form
+    priced: Candidate = _new(Candidate, fields)
+    return priced
 
 
 def judge(registered: Registered, request: Request, assumed: bool = False) -> Candidate:
@@ -205,12 +209,13 @@ def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Can
     """
     if request.batch_invariant:
         return candidates
-    return tuple(
-        [
-            Judge(REGISTRY.get(c.backend), request).with_cost(c, request) if c.supported else c
-            for c in candidates
-        ]
-    )
+    return tuple([_with_cost(c, request) if c.supported else c for c in candidates])
+
+
+def _with_cost(candidate: Candidate, request: Request) -> Candidate:
+    registered = REGISTRY.get(candidate.backend)
+    predict = _predictor(registered, registered.backend.ops.get(request.op))
+    return _priced(candidate, predict(request))
 
 
 def _place(found: tuple[int, Reason]) -> int:

@@ -222,9 +222,8 @@ class Family:
         found = self._selections.get(lengths)
         if found is None:
             with _lock:
-                kept = _cache.get(
-                    self._key, self
-                )  # another thread may have made the first selection meanwhile
+                # Another thread may have made the first selection meanwhile.
+                kept = _cache.get(self._key, self)
                 found = kept._selections.get(lengths) or kept._new_selection(request, lengths, warn)
         return found
 

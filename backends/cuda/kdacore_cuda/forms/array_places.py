@@ -15,6 +15,7 @@ STRIDES = tuple(f"{name}_{axis}" for name in TOKENS for axis in ("sb", "st", "sh
 SMALL = ("A_log", "dt_bias", "cu_seqlens")
 ROWS = ("reads", "has_initial", "writes")
 MARKS = ("mark_offsets", "mark_rows")
+"""Fields for the checkpoints at ``checkpoint_offsets``."""
 
 Places = dict[str, tuple[str, int]]
 """Field of a kernel's parameters to the name of an array and an offset in it, in bytes."""
@@ -28,7 +29,7 @@ class ForwardLaunches(NamedTuple):
     workspace_bytes: int
     arch: str
     kept_bytes: int = 0
-    """Of what :mod:`kdacore_cuda.forms.segments.saved` says, 0 where nothing is kept."""
+    """Size of the buffer that the forward saves for the backward; 0 where it saves none."""
 
 
 def arrays_of(r: Request) -> dict[str, str]:

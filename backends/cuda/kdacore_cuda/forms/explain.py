@@ -1,4 +1,4 @@
-"""The form that serves a call, in words, for whoever asks: ``OpImpl.form`` and that of slices."""
+"""The form that serves a call as text, for ``OpImpl.form`` and ``SliceFunctions.form``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kdacore_cuda.forms.dataflow.kernels import (
     prepare_units_kernel,
     walk_kernel,
 )
-from kdacore_cuda.forms.segments.forward import CHUNK_OPERANDS_BYTES
+from kdacore_cuda.forms.segments.forward import CHUNK_OPERANDS_BYTES, FIELD, STRIDE_FIELDS, TOKEN_FIELDS
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, V_STRIDES, WALK
 from kdacore_cuda.runtime.launch_order import check_order
 from kdacore_cuda.runtime.launcher import Launcher
@@ -43,10 +43,6 @@ UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
 LAUNCH_NUMBERS = count(secrets.randbits(62))
 """A different number for every call, which uninitialised memory does not hold by chance. Flags in
 device memory count as raised when they hold it."""
-
-_FIELD = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
-_TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
-_STRIDE_FIELDS = slice(_FIELD["q_sb"], _FIELD["q_sb"] + 15)
 
 
 class ChunkForwardDataflowPlan(NamedTuple):
@@ -130,13 +126,13 @@ def prepare_call(request: Request, inputs: ChunkInputs) -> DataflowCall:
     ready = operands + plan.flags_offset
 
     values = list(plan.prepare_values)
-    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+    for field, value in zip(TOKEN_FIELDS, addresses, strict=True):
         values[field] = value
-    values[_STRIDE_FIELDS] = strides
+    values[STRIDE_FIELDS] = strides
     named = {"A_log": address(A_log), "dt_bias": address(bias), "last": operands}
     named |= {"ready": ready, "launch": number}
     for name, value in named.items():
-        values[_FIELD[name]] = value
+        values[FIELD[name]] = value
     walk_values = (
         *(addresses[2], o.data_ptr(), address(h0), address(ht), address(checkpoints)),
         *(operands, ready, number, *strides[V_STRIDES], *plan.walk_sizes),

@@ -26,7 +26,7 @@ NAMES = tuple(name for name, _ in _OF_TORCH.values())
 ``final_state``: where states are written, the pool where that is done in place. ``write_indices``: the rows that are
 written, ``state_indices`` where those are the rows read."""
 _MAX_LAYOUTS = 64
-"""Layouts of arrays that are kept for one request."""
+"""Layouts of arrays cached for one request."""
 
 
 def launch_of(

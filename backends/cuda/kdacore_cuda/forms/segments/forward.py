@@ -51,9 +51,10 @@ CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
 """Bytes of the record that prepare writes for one chunk and value head:
 csrc/sm90/chunk_forward/segments/chunk_operands.cuh. Its parameter ``last`` is where the first record begins."""
 
-_FIELD = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
-_TOKEN_FIELDS = tuple(_FIELD[name] for name in ("q", "k", "v", "g", "beta"))
-_STRIDE_FIELDS = slice(_FIELD["q_sb"], _FIELD["q_sb"] + 15)
+FIELD = {name: i for i, (name, _) in enumerate(CHUNK_BACKWARD.fields)}
+"""Place of each parameter of the launch that prepares chunks."""
+TOKEN_FIELDS = tuple(FIELD[name] for name in ("q", "k", "v", "g", "beta"))
+STRIDE_FIELDS = slice(FIELD["q_sb"], FIELD["q_sb"] + 15)
 
 
 class ChunkForwardSegmentsPlan(NamedTuple):
@@ -268,12 +269,12 @@ def fill_prepare_values(
         operands: the address of the chunks' operands.
     """
     filled = list(values)
-    for field, value in zip(_TOKEN_FIELDS, addresses, strict=True):
+    for field, value in zip(TOKEN_FIELDS, addresses, strict=True):
         filled[field] = value
-    filled[_STRIDE_FIELDS] = strides
+    filled[STRIDE_FIELDS] = strides
     for name, array in zip(("A_log", "dt_bias", "cu_seqlens"), small, strict=True):
-        filled[_FIELD[name]] = address(array)
-    filled[_FIELD["last"]] = operands
+        filled[FIELD[name]] = address(array)
+    filled[FIELD["last"]] = operands
     return tuple(filled)
 
 

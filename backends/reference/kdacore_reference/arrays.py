@@ -1,5 +1,4 @@
-"""Array helpers beyond the array API standard: host values, dtypes, in-place writes, NumPy's BLAS
-threads."""
+"""Array helpers beyond the array API standard: dtypes, in-place writes, NumPy's BLAS threads."""
 
 from __future__ import annotations
 
@@ -71,13 +70,6 @@ def state_dtype(request: Request, inputs: Any, xp: Any) -> Any:
 def state_layout(state: Array, request: Request) -> Array:
     """``[.., K, V]`` to the caller's layout, or back."""
     return namespace(state).matrix_transpose(state) if request.state_v_first else state
-
-
-def host_ints(array: Array) -> list[int]:
-    """The values of a one-dimensional integer array as Python integers."""
-    from kdacore.oracle.host_values import to_int64  # here: few calls need it
-
-    return [int(i) for i in to_int64(array)]
 
 
 def index_array(indices: Sequence[int], like: Array) -> Array:

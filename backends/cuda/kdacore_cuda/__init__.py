@@ -137,7 +137,7 @@ def make_backend() -> Backend:
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.recurrent", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
-        fast_path=_lazy("forms.recurrent.fast_path", "make_fast_call"),
+        fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
         form=_lazy("forms.explain", "form"),
         verified_archs=VERIFIED,
         batch_invariant=True,

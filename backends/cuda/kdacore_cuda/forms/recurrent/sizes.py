@@ -1,20 +1,13 @@
 """Sizes of the recurrent form: the tile of the state that a block computes, and with it threads, shared memory and
-grid; and what else the request alone determines."""
+grid."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.kernel_parameters import ITEM_SIZES
-from kdacore_cuda.request_encoding import contiguous_token_strides
-from kdacore_cuda.runtime.device_figures import arch_of
-from kdacore_cuda.runtime.launch_sequence import LaunchSequence
-from kdacore_cuda.runtime.plan_cache import PlanCache
-from kdacore_cuda.runtime.torch_arguments import torch_dtype
 
 FULL_DEVICE_ITEMS = 128
 """Sequences and heads from which the next launch may be placed before this one starts. With fewer,
@@ -81,40 +74,3 @@ def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode)
 def grid_blocks(r: Request, tile: RecurrentTile) -> int:
     """Blocks of a launch."""
     return r.N * r.HV * (r.V // tile.columns)
-
-
-class RecurrentPlan(NamedTuple):
-    """What the request alone determines."""
-
-    arch: str
-    mode: RecurrentMode
-    """The kernel for contiguous arrays whose states lie on 16 bytes; others have that for every call."""
-    strides: tuple[int, ...]
-    """Of contiguous q, k, v, g and beta."""
-    o_shape: tuple[int, ...]
-    state_dtype: Any
-    state_size: int
-    """Bytes of an element of states."""
-    state_row: int
-    """Elements of the state of one sequence, all heads."""
-    written_indices: str
-    """The array with the rows that are written; empty where sequence n writes row n."""
-    sequences: dict[tuple[Any, ...], LaunchSequence]
-    """By the layout of the arrays (:func:`kdacore_cuda.forms.recurrent.launches.sequence_of`)."""
-
-
-def _make_plan(r: Request) -> RecurrentPlan:
-    return RecurrentPlan(
-        arch=arch_of(r),
-        mode=chosen(r).mode,
-        strides=contiguous_token_strides(r),
-        o_shape=(r.B, r.T, r.HV, r.V),
-        state_dtype=torch_dtype(r, r.state_dtype),
-        state_size=ITEM_SIZES[r.state_dtype],
-        state_row=r.HV * r.K * r.V,
-        written_indices=r.written_indices if r.inplace_state else "",
-        sequences={},
-    )
-
-
-plan_of = PlanCache(_make_plan)

@@ -1,5 +1,5 @@
-"""The compiled XLA handlers in the package: content-addressed libraries, one for each machine, and
-the manifest that names them and ties them to their source."""
+"""The compiled executors in the package: content-addressed libraries, one for each machine, and the manifest that names
+them and ties them to their sources."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent.parent / "csrc" / "ffi_handler.c"
-FOLDER = Path(__file__).parent.parent / "handlers"
+SOURCES = Path(__file__).parent.parent / "csrc" / "executor"
+FOLDER = Path(__file__).parent.parent / "executors"
 MANIFEST = "manifest.json"
 MACHINES = {"x86_64": "x86_64-linux-gnu.2.17", "aarch64": "aarch64-linux-gnu.2.17"}
 """Machines as ``platform.machine()`` names them -> what is compiled for: Linux with that glibc or a
 later one."""
 
 Row = dict[str, Any]
-"""What the manifest says of one library. ``file``: its name; ``source``: sha256 of
-:data:`SOURCE`; ``sha256``: of its content; ``ziglang``: the compiler's version."""
+"""What the manifest says of one library. ``file``: its name; ``source``: :func:`source_hash`; ``sha256``: of its
+content; ``ziglang``: the compiler's version."""
 
 
 def source_hash() -> str:
-    """sha256 (hex) of the handler's source. OSError when it is missing."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    """sha256 (hex) of the executor's sources. OSError when one is missing."""
+    text = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    return hashlib.sha256(text).hexdigest()
 
 
 def read_manifest(folder: Path = FOLDER) -> dict[str, Row]:
@@ -33,13 +34,13 @@ def read_manifest(folder: Path = FOLDER) -> dict[str, Row]:
         document = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    rows = document.get("handlers") if isinstance(document, dict) else None
+    rows = document.get("executors") if isinstance(document, dict) else None
     return rows if isinstance(rows, dict) else {}
 
 
 def write_manifest(folder: Path, rows: dict[str, Row]) -> None:
     """Replace the manifest of ``folder``. OSError when it cannot be written."""
-    text = json.dumps({"handlers": dict(sorted(rows.items()))}, indent=1) + "\n"
+    text = json.dumps({"executors": dict(sorted(rows.items()))}, indent=1) + "\n"
     (folder / MANIFEST).write_text(text)
 
 
@@ -48,17 +49,17 @@ def file_name(library: bytes) -> str:
     return f"{hashlib.sha256(library).hexdigest()[:16]}.so"
 
 
-def find_handler(folder: Path = FOLDER) -> Path | str:
+def find_executor(folder: Path = FOLDER) -> Path | str:
     """The library for this machine, or why there is none to load.
 
-    One that was compiled from another source than :data:`SOURCE`, or that is damaged, is not loaded.
+    One that was compiled from other sources than :data:`SOURCES`, or that is damaged, is not loaded.
     """
     machine = platform.machine()
     row = read_manifest(folder).get(machine) if sys.platform == "linux" else None
     if not isinstance(row, dict):
         return f"none is packaged for {sys.platform} on {machine}"
     if row.get("source") != source_hash():
-        return "the packaged one was compiled from another source"
+        return "the packaged one was compiled from other sources"
     path = folder / Path(str(row.get("file"))).name
     try:
         content = path.read_bytes()

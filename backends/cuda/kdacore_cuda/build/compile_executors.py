@@ -1,4 +1,4 @@
-"""Compiling the packaged XLA handlers: ``python -m kdacore_cuda.build.compile_handlers``.
+"""Compiling the packaged executors: ``python -m kdacore_cuda.build.compile_executors``.
 
 Needs the packages ``ziglang``, which compiles for every machine from any, and ``jaxlib``, which ships
 XLA's header. The same ``ziglang`` gives the same bytes everywhere.
@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda.build.packaged_handlers import (
+from kdacore_cuda.build.packaged_executors import (
     FOLDER,
     MACHINES,
-    SOURCE,
+    SOURCES,
     Row,
     file_name,
     source_hash,
@@ -32,8 +32,8 @@ OPTIONS = (
 LIBRARIES = ("-ldl", "-lpthread")
 
 
-def compile_handler(target: str) -> bytes:
-    """The handler's library for one of the targets of :data:`MACHINES`.
+def compile_executor(target: str) -> bytes:
+    """The executor's library for one of the targets of :data:`MACHINES`.
 
     Raises:
         BackendBuildError: with the compiler's output.
@@ -43,19 +43,19 @@ def compile_handler(target: str) -> bytes:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # Both are named without their folders, so that no path can get into the library.
-        shutil.copyfile(SOURCE, folder / SOURCE.name)
+        # All are named without their folders, so that no path can get into the library.
+        shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
         shutil.copytree(Path(jax.ffi.include_dir()) / "xla" / "ffi", folder / "xla" / "ffi")
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *OPTIONS]
-        command += ["-I.", SOURCE.name, "-o", "handler.so", *LIBRARIES]
+        command += ["-I.", *sorted(path.name for path in SOURCES.glob("*.c")), "-o", "executor.so", *LIBRARIES]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
-            raise BackendBuildError(f"the XLA handler for {target}", done.stderr)
-        return (folder / "handler.so").read_bytes()
+            raise BackendBuildError(f"the executor for {target}", done.stderr)
+        return (folder / "executor.so").read_bytes()
 
 
 def build_all(folder: Path = FOLDER) -> dict[str, Row]:
-    """Compile the handler for every machine into ``folder``, and write the manifest there.
+    """Compile the executor for every machine into ``folder``, and write the manifest there.
 
     Libraries that it does not name are removed. Raises as :func:`compile_handler`, and OSError when
     the folder cannot be written.
@@ -63,7 +63,7 @@ def build_all(folder: Path = FOLDER) -> dict[str, Row]:
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, Row] = {}
     for machine, target in MACHINES.items():
-        library = compile_handler(target)
+        library = compile_executor(target)
         rows[machine] = {
             "file": file_name(library),
             "source": source_hash(),

@@ -1,0 +1,230 @@
+"""Forward calls on torch tensors: results and buffers are allocated, and the executor makes the form's launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kdacore.types import FastCall, Outputs, Request
+from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.kernel_parameters import ITEM_SIZES
+from kdacore_cuda.request_encoding import contiguous_strides, contiguous_token_strides
+from kdacore_cuda.runtime import executor, torch_launch
+from kdacore_cuda.runtime.plan_cache import PlanCache
+from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
+
+_MAX_LAYOUTS = 64
+"""Layouts of arrays of which calls are cached for one request."""
+
+
+class Layout(NamedTuple):
+    """How the arrays of a call lie."""
+
+    strides: tuple[int, ...]
+    """Batch, token and head strides of q, k, v, g and beta, in elements."""
+    rows: tuple[int, int]
+    """Elements from a row of the states read, and of those written, to the next."""
+    aligned_states: bool = True
+    """Every row of states begins on 16 bytes."""
+
+
+class TorchOp(NamedTuple):
+    """A forward that has launches."""
+
+    launches_of: Callable[[Request, bool], Launches]
+    """The launches of a request; the flag: tokens are contiguous, and states lie on 16 bytes."""
+    arrays: tuple[str, ...]
+    """Arguments that the launches take, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`."""
+    fields: tuple[str, ...]
+    """Arguments of the op, in order."""
+    takes_rows: Callable[[Request], bool]
+    """Whether rows of states may lie apart."""
+    aligned_bias: bool = False
+    """``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel must."""
+    tells_aligned_states: bool = False
+    """:attr:`launches_of` reads whether states do."""
+    takes_float16_gate: bool = False
+
+    def forward(self, request: Request, inputs: Any) -> Outputs:
+        """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
+        calls = _calls_of(request)
+        as_given = self.takes_float16_gate or inputs.g.dtype is not torch.float16
+        if as_given and all([x is None or x.is_contiguous() for x in inputs]):
+            found = calls.call(self, calls.contiguous)(inputs)
+            if found is not None:
+                return Outputs(*found[:3], found[3:])
+        return _forward_in_readable_layout(self, request, inputs)
+
+    def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
+        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied. It
+        returns None, having launched nothing, where arrays lie off 16 bytes or another device is current."""
+        given, layout = _readable(self, request, inputs)
+        return _calls_of(request).call(self, layout) if given is inputs else None
+
+
+class _Calls:
+    """The calls of a request, by layout."""
+
+    def __init__(self, r: Request) -> None:
+        row = r.HV * r.K * r.V
+        self._request, self._calls = r, dict[Layout, FastCall]()
+        self.contiguous = Layout(contiguous_token_strides(r), (row, row))
+
+    def call(self, op: TorchOp, layout: Layout) -> FastCall:
+        found = self._calls.get(layout)
+        if found is None:
+            if len(self._calls) >= _MAX_LAYOUTS:
+                self._calls.clear()
+            found = self._calls[layout] = _make_call(op, self._request, layout, self.contiguous)
+        return found
+
+
+_calls_of = PlanCache(_Calls)
+
+
+def _make_call(op: TorchOp, r: Request, layout: Layout, contiguous: Layout) -> FastCall:
+    launches = op.launches_of(r, layout.aligned_states and layout.strides == contiguous.strides)
+    program, arch = launches.program, launches.arch
+    numbers = program.pack_numbers(
+        launches.numbers if layout == contiguous else launches.with_layout(layout.strides, layout.rows)
+    )
+    pack, fields = program.pack_addresses, op.fields
+    taken = [fields.index(name) for name in op.arrays]
+    out, reads = fields.index("out"), fields.index("state_indices")
+    writes, pool = fields.index("write_indices"), fields.index(r.written_pool or "initial_state")
+    must = [0, 1, 2, out] + ([] if r.scalar_gate else [3])
+    if op.aligned_bias:
+        must.append(fields.index("dt_bias"))
+    if op.tells_aligned_states and layout.aligned_states:
+        must += [fields.index("initial_state"), pool]
+    o_shape, state_shape, every = (r.B, r.T, r.HV, r.V), r.state_shape, r.checkpoint_every
+    o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
+    state_dtype, byte, unit = getattr(torch, r.state_dtype), torch.uint8, (1,)
+    in_place, returns_state = r.inplace_state, r.output_final_state
+    fresh = returns_state and not in_place
+    workspace_shape, saved_shape = ((launches.buffers.get(name, 0),) for name in ("workspace", "saved"))
+    start_of, current_device, current_stream = (
+        executor.start_of,
+        torch_launch.current_device,
+        torch_launch.current_stream,
+    )
+
+    def call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        at = [0 if x is None else x.data_ptr() for x in arrays]
+        misaligned = 0
+        for i in must:
+            misaligned |= at[i]
+        q, v, index = arrays[0], arrays[2], arrays[0].get_device()
+        if misaligned % ALIGNMENT or current_device() != index:
+            return None
+        empty = torch_launch.allocator(q.device.type)
+        o, o_at, state, state_at = arrays[out], at[out], None, 0
+        if o is None:
+            o = empty(o_shape, o_strides, v.dtype)
+            o_at = o.data_ptr()
+        if in_place:
+            state, state_at = arrays[pool], at[pool]
+        elif fresh:
+            state = empty(state_shape, state_strides, state_dtype)
+            state_at = state.data_ptr()
+        checkpoints, checkpoints_at, workspace_at, saved_at = None, 0, 0, 0
+        if every:
+            checkpoints = _checkpoints(r, q, state_dtype)
+            checkpoints_at = checkpoints.data_ptr()
+        if workspace_shape[0]:
+            workspace = empty(workspace_shape, unit, byte)
+            workspace_at = workspace.data_ptr()
+        if saved_shape[0]:
+            saved = empty(saved_shape, unit, byte)
+            saved_at = saved.data_ptr()
+        writes_at = (at[writes] or at[reads]) if in_place else 0
+        start_of(program, arch, index)(
+            current_stream(index),
+            pack(*[at[i] for i in taken], o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at)
+            + numbers,
+        )
+        results = o, state if returns_state else None, checkpoints
+        return (*results, saved) if saved_at else results
+
+    return call
+
+
+def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised, except of a pack or where sequences may be padding: no kernel writes the unused rows there, so
+    all are zero."""
+    make = q.new_zeros if r.packed or r.pool_size else q.new_empty
+    return make(r.checkpoint_shape, dtype=dtype)
+
+
+def _forward_in_readable_layout(op: TorchOp, r: Request, inputs: Any) -> Outputs:
+    """A call of which kernels cannot read, or cannot write, some arrays as they lie."""
+    given, layout = _readable(op, r, inputs)
+    with torch.cuda.device(inputs.q.get_device()):
+        found = _calls_of(r).call(op, layout)(given)
+    if found is None:
+        raise ValueError(f"{r.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
+    o, state, checkpoints, *saved = found
+    if inputs.out is not None and given.out is not inputs.out:
+        o = inputs.out.copy_(o)
+    if r.inplace_state:
+        pool = getattr(inputs, r.written_pool)
+        written = getattr(given, r.written_pool)
+        if written is not pool:
+            pool.copy_(written)
+        state = pool if r.output_final_state else None
+    return Outputs(o, state, checkpoints, tuple(saved))
+
+
+def _readable(op: TorchOp, r: Request, inputs: Any) -> tuple[Any, Layout]:
+    """The arrays as kernels can read them, and how they lie: ``inputs`` itself where nothing was copied."""
+    row, changed, takes_rows = r.HV * r.K * r.V, dict[str, Any](), op.takes_rows(r)
+    if inputs.g.dtype == torch.float16 and not op.takes_float16_gate:
+        changed["g"] = inputs.g.float()
+    for name in ("q", "k", "v") if r.scalar_gate else ("q", "k", "v", "g"):
+        x = changed.get(name, getattr(inputs, name))
+        if (y := aligned(x)) is not x:
+            changed[name] = y
+    rows = {"initial_state": row, "write_pool": row}
+    for name in rows:
+        x = getattr(inputs, name)
+        if not (x is None or takes_rows or x.is_contiguous()):
+            x = changed[name] = x.contiguous()
+        y, rows[name] = contiguous_rows(x, row)
+        if y is not x:
+            changed[name] = y
+    for name, x in zip(op.fields, inputs, strict=True):
+        if x is None or name in _TOKENS_AND_STATES or name == "cu_seqlens_cpu":
+            continue
+        y = x.contiguous()
+        if y.data_ptr() % ALIGNMENT and (name == "out" or (name == "dt_bias" and op.aligned_bias)):
+            y = y.clone()
+        if y is not x:
+            changed[name] = _fresh_output(r, x) if name == "out" else y
+    given = inputs._replace(**changed) if changed else inputs
+    tokens = given.q, given.k, given.v, given.g, given.beta
+    strides = tuple([s for x in tokens for s in x.stride()[:3]])
+    written = rows[r.written_pool] if r.inplace_state else row
+    states = given.initial_state, getattr(given, r.written_pool) if r.inplace_state else None
+    size = ITEM_SIZES[r.state_dtype]
+    aligned_states = not any(
+        x is not None and (x.data_ptr() | y * size) % ALIGNMENT
+        for x, y in zip(states, (rows["initial_state"], written), strict=True)
+    )
+    if _is_contiguous(given):
+        strides = contiguous_token_strides(r)  # of axes of one element torch's may differ
+    return given, Layout(strides, (rows["initial_state"], written), aligned_states)
+
+
+_TOKENS_AND_STATES = frozenset({"q", "k", "v", "g", "beta", "initial_state", "write_pool"})
+
+
+def _is_contiguous(given: Any) -> bool:
+    return all([x.is_contiguous() for x in (given.q, given.k, given.v, given.g, given.beta)])
+
+
+def _fresh_output(r: Request, out: torch.Tensor) -> torch.Tensor:
+    """Memory for an output that kernels cannot write where it lies; rows of no sequence are not written."""
+    o = out.new_empty(out.shape)
+    return o.copy_(out) if r.packed else o

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.build.packaged_handlers import find_handler
+from kdacore_cuda.build.packaged_executors import find_executor
 from kdacore_cuda.jax import python_handler as ffi_callback
 from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.jax.xla_interface import Handler
@@ -175,7 +175,7 @@ def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> 
 
 def native_handler(device: Device) -> Handler:
     """The packaged handler, for XLA's CPU device."""
-    found = find_handler()
+    found = find_executor()
     assert isinstance(found, Path), found
     handler = xla_handler.load_native(found, str(device.path), "kdacore_ffi_execute_without_stream")
     assert isinstance(handler, Handler), handler

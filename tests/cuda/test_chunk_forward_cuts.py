@@ -12,7 +12,7 @@ from pool_checks import check_pools, pool_of
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.fused import forward as fused
 from kdacore_cuda.forms.fused import sizes
 from kdacore_cuda.forms.fused.sizes import cut_states_size

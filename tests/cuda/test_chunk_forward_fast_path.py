@@ -12,7 +12,7 @@ from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.runtime import device_figures
@@ -65,7 +65,7 @@ def test_the_shorter_way_gives_the_same_bits(
     if bare:
         first, second = (x._replace(g=-x.g.abs()) for x in (first, second))
     request = request_of("chunk_kda", first, **options, output_final_state=name != "dense")
-    step = chunk_forward_fast_path.make_fast_call(request, first)
+    step = chunk_forward.make_fast_call(request, first)
     assert step is not None
     emulated.clear()
     got = step(tuple(second))
@@ -80,7 +80,7 @@ def test_the_shorter_way_gives_the_same_bits(
 
 def made(inputs: ChunkInputs, **options: Any) -> FastCall | None:
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options)
-    return chunk_forward_fast_path.make_fast_call(request, inputs)
+    return chunk_forward.make_fast_call(request, inputs)
 
 
 def test_nothing_is_kept(emulated: list[str]) -> None:

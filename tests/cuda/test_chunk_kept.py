@@ -23,7 +23,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward.kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
@@ -207,7 +207,7 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str]) -> None:
     )
     request = kept_request(first, output_final_state=True)
     wanted = tuple(x is not None for x in first[:8])
-    step = chunk_backward_fast_path.make_fast_gradients(request, first, wanted)
+    step = chunk_backward.make_fast_gradients(request, first, wanted)
     assert step is not None
     emulated.clear()
     results = step.forward(tuple(second))

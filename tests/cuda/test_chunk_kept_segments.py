@@ -20,7 +20,7 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.choice_on_device import chosen
@@ -244,7 +244,7 @@ def test_cached_calls_give_the_same_bits(emulated: list[str], case: str) -> None
     inputs, options = make(), {"output_final_state": True, **options}
     request = kept_request(inputs, **options)
     wanted = tuple(x is not None for x in inputs[:8])
-    step = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+    step = chunk_backward.make_fast_gradients(request, inputs, wanted)
     assert step is not None
     emulated.clear()
     results = step.forward(tuple(inputs))

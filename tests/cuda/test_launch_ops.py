@@ -26,8 +26,8 @@ from kdacore.types import (
     Request,
 )
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
@@ -37,7 +37,7 @@ from kdacore_cuda.forms.fused.kernels import (
     chunk_forward_shared_bytes,
     chunk_forward_threads,
 )
-from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
+from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
@@ -534,7 +534,7 @@ def test_cached_chunk_backward(
     do = torch.randn_like(inputs.v)
     dht = torch.randn(3, 4, 128, 128) if packed else None
     wanted = tuple(x is not None for x in inputs[:8])
-    made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+    made = chunk_backward.make_fast_gradients(request, inputs, wanted)
     assert made is not None and not seen()
     got = made.backward(tuple(inputs), (), do, dht)
     assert got is not None
@@ -603,7 +603,7 @@ def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
     ):
         before = len(seen())
         wanted = tuple(name not in unwanted.split() for name in inputs._fields[:8])
-        made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+        made = chunk_backward.make_fast_gradients(request, inputs, wanted)
         assert made is not None
         got = made.backward(tuple(inputs), (), do, None)
         assert got is not None and tuple(x is not None for x in got) == wanted
@@ -634,7 +634,7 @@ def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
     options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True, "null_index": 0}
     request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
     assert recurrent.forward(request, inputs).final_state is inputs.write_pool
-    step = recurrent_fast_path.make_fast_call(request, inputs)
+    step = recurrent.make_fast_call(request, inputs)
     assert step is not None and step(tuple(inputs)) is not None
     first, second = seen()
     for x in (first, second):
@@ -664,7 +664,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
         checkpoint_indices=torch.tensor([0, -1, 1, 2]),
     )
     request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None and step(tuple(inputs)) is not None
     chunk_forward.forward(request, inputs)
     named = {
@@ -707,7 +707,7 @@ def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.Monk
         checkpoint_indices=torch.tensor([0, -1, 1, 2]),
     )
     request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, null_index=0, **BOUNDED_MODEL))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None and step(tuple(inputs)) is not None
     chunk_forward.forward(request, inputs)
     found = seen()
@@ -773,7 +773,7 @@ def test_cached_chunk_forward(
         )
         options |= {"inplace_state": True, "null_index": 0}
     request = on_hopper(request_of("chunk_kda", inputs, **options))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
     assert got is not None
@@ -815,7 +815,7 @@ def test_cached_chunk_forward_side_by_side(seen: Recorder, monkeypatch: pytest.M
     monkeypatch.setattr(choice, "use_dataflow", lambda *args: True)
     inputs = draw(130, 1, 2, B=2, initial_state=torch.randn(2, 2, 128, 128))
     request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **MODEL))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
     assert got is not None

@@ -14,7 +14,7 @@ import pytest
 from kdacore.errors import PerformanceWarning
 from kdacore_cuda.build import compile_handlers as handler_build
 from kdacore_cuda.build import packaged_handlers
-from kdacore_cuda.build.packaged_handlers import FOLDER, MACHINES, find_handler, read_manifest, source_hash
+from kdacore_cuda.build.packaged_executors import FOLDER, MACHINES, find_executor, read_manifest, source_hash
 from kdacore_cuda.jax import python_handler as ffi_callback
 from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.runtime import driver
@@ -59,30 +59,30 @@ def copied(tmp_path: Path) -> Path:
 def test_damaged_and_stale_ones_are_not_loaded(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find_handler(copied)
+    found = find_executor(copied)
     assert isinstance(found, Path)
     found.write_bytes(found.read_bytes()[:-1] + b"?")
-    assert "is damaged" in str(find_handler(copied))
+    assert "is damaged" in str(find_executor(copied))
     found.unlink()
-    assert "cannot be read" in str(find_handler(copied))
+    assert "cannot be read" in str(find_executor(copied))
     (copied / "manifest.json").write_text("{")
-    assert "none is packaged" in str(find_handler(copied))
+    assert "none is packaged" in str(find_executor(copied))
     (copied / "manifest.json").write_text(json.dumps({"handlers": {platform.machine(): 5}}))
-    assert "none is packaged" in str(find_handler(copied))
+    assert "none is packaged" in str(find_executor(copied))
     changed = tmp_path / "other.c"
     changed.write_text("int x;")
     monkeypatch.setattr(packaged_handlers, "SOURCE", changed)
-    assert find_handler() == "the packaged one was compiled from another source"
+    assert find_executor() == "the packaged one was compiled from another source"
 
 
 def test_other_machines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert "riscv64" in str(find_handler())
+    assert "riscv64" in str(find_executor())
 
 
 def test_the_handler_in_python_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     made = object()
-    monkeypatch.setattr(packaged_handlers, "find_handler", lambda: "none for this test")
+    monkeypatch.setattr(packaged_handlers, "find_executor", lambda: "none for this test")
     monkeypatch.setattr(driver, "driver", lambda: None)
     monkeypatch.setattr(ffi_callback, "make_handler", lambda driver: made)
     with pytest.warns(PerformanceWarning, match="none for this test"):
@@ -90,7 +90,7 @@ def test_the_handler_in_python_is_used_with_a_warning(monkeypatch: pytest.Monkey
 
 
 def test_a_driver_that_lacks_a_function_is_said(tmp_path: Path) -> None:
-    found = find_handler()
+    found = find_executor()
     assert isinstance(found, Path)
     assert "cannot open" in str(xla_handler.load_native(found, str(tmp_path / "libcuda.so.1")))
     assert "has no cuCtxGetCurrent" in str(xla_handler.load_native(found, "libm.so.6"))

@@ -11,7 +11,7 @@ from pool_checks import check_pools, pool_of
 from server_model import Expected, expected
 
 from kdacore.types import RecurrentInputs
-from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
+from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.recurrent import forward as recurrent
 
 NAN = float("nan")

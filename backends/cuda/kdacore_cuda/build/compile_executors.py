@@ -47,7 +47,13 @@ def compile_executor(target: str) -> bytes:
         shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
         shutil.copytree(Path(jax.ffi.include_dir()) / "xla" / "ffi", folder / "xla" / "ffi")
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *OPTIONS]
-        command += ["-I.", *sorted(path.name for path in SOURCES.glob("*.c")), "-o", "executor.so", *LIBRARIES]
+        command += [
+            "-I.",
+            *sorted(path.name for path in SOURCES.glob("*.c")),
+            "-o",
+            "executor.so",
+            *LIBRARIES,
+        ]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise BackendBuildError(f"the executor for {target}", done.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kdacore_cuda.kernel_parameters import ParamStruct
-from kdacore_cuda.runtime.program import Program
+from kdacore_cuda.runtime.program import Program, Value
 
 TOKENS = ("q", "k", "v", "g", "beta")
 STRIDES = tuple(f"{name}_{axis}" for name in TOKENS for axis in ("sb", "st", "sh"))
@@ -16,6 +16,12 @@ ROWS = ("h0_row", "ht_row")
 RESULTS = ("o", "final_state", "write_indices", "checkpoints", "workspace", "saved")
 """The last arrays of every forward's program: results, the rows of pools that are written, and buffers. ``final_state``:
 where states are written, the pool where that is done in place."""
+FORWARD_ARGUMENTS = (
+    *(*TOKENS, "A_log", "dt_bias", "cu_seqlens", "initial_state"),
+    *("state_indices", "has_initial_state", "checkpoint_offsets", "checkpoint_indices"),
+)
+"""Arguments that the launches of ``chunk_kda`` take, of every form."""
+FORWARD_ARRAYS = (*FORWARD_ARGUMENTS, *RESULTS)
 ARGUMENTS = {
     "h0": "initial_state",
     "ht": "final_state",
@@ -45,6 +51,6 @@ class Launches(NamedTuple):
         return self.numbers | {name: x for name, x in given.items() if name in self.numbers}
 
 
-def arguments_of(params: ParamStruct) -> dict[str, str]:
+def arguments_of(params: ParamStruct) -> dict[str, Value]:
     """Those of :data:`ARGUMENTS` that a kernel takes."""
     return {field: name for field, name in ARGUMENTS.items() if field in params.offsets}

@@ -49,9 +49,9 @@ class TorchOp(NamedTuple):
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
         """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
-        calls = _calls_of(request)
+        calls = calls_of(request)
         as_given = self.takes_float16_gate or inputs.g.dtype is not torch.float16
-        if as_given and all([x is None or x.is_contiguous() for x in inputs]):
+        if as_given and all(x is None or x.is_contiguous() for x in inputs):
             found = calls.call(self, calls.contiguous)(inputs)
             if found is not None:
                 return Outputs(*found[:3], found[3:])
@@ -60,8 +60,8 @@ class TorchOp(NamedTuple):
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
         """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied. It
         returns None, having launched nothing, where arrays lie off 16 bytes or another device is current."""
-        given, layout = _readable(self, request, inputs)
-        return _calls_of(request).call(self, layout) if given is inputs else None
+        given, layout = readable(self, request, inputs)
+        return calls_of(request).call(self, layout) if given is inputs else None
 
 
 class _Calls:
@@ -81,7 +81,7 @@ class _Calls:
         return found
 
 
-_calls_of = PlanCache(_Calls)
+calls_of = PlanCache(_Calls)
 
 
 def _make_call(op: TorchOp, r: Request, layout: Layout, contiguous: Layout) -> FastCall:
@@ -160,9 +160,9 @@ def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 def _forward_in_readable_layout(op: TorchOp, r: Request, inputs: Any) -> Outputs:
     """A call of which kernels cannot read, or cannot write, some arrays as they lie."""
-    given, layout = _readable(op, r, inputs)
+    given, layout = readable(op, r, inputs)
     with torch.cuda.device(inputs.q.get_device()):
-        found = _calls_of(r).call(op, layout)(given)
+        found = calls_of(r).call(op, layout)(given)
     if found is None:
         raise ValueError(f"{r.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
     o, state, checkpoints, *saved = found
@@ -177,9 +177,16 @@ def _forward_in_readable_layout(op: TorchOp, r: Request, inputs: Any) -> Outputs
     return Outputs(o, state, checkpoints, tuple(saved))
 
 
-def _readable(op: TorchOp, r: Request, inputs: Any) -> tuple[Any, Layout]:
-    """The arrays as kernels can read them, and how they lie: ``inputs`` itself where nothing was copied."""
-    row, changed, takes_rows = r.HV * r.K * r.V, dict[str, Any](), op.takes_rows(r)
+def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout]:
+    """The arrays as kernels can read them, and how they lie: ``inputs`` itself where nothing was copied.
+
+    Args:
+        op: the op.
+        r: the call.
+        inputs: its arrays.
+        rows_apart: rows of states may lie apart where the op's forward allows it.
+    """
+    row, changed, takes_rows = r.HV * r.K * r.V, dict[str, Any](), rows_apart and op.takes_rows(r)
     if inputs.g.dtype == torch.float16 and not op.takes_float16_gate:
         changed["g"] = inputs.g.float()
     for name in ("q", "k", "v") if r.scalar_gate else ("q", "k", "v", "g"):
@@ -221,7 +228,7 @@ _TOKENS_AND_STATES = frozenset({"q", "k", "v", "g", "beta", "initial_state", "wr
 
 
 def _is_contiguous(given: Any) -> bool:
-    return all([x.is_contiguous() for x in (given.q, given.k, given.v, given.g, given.beta)])
+    return all(x.is_contiguous() for x in (given.q, given.k, given.v, given.g, given.beta))
 
 
 def _fresh_output(r: Request, out: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ them), then its steps.
 | steps | bytes of its parameters, number of places | | |
 | | places, two words each; the parameters | | |
 
-Arrays, bytes and blocks are numbers of values: 0 is a number that differs from call to call (``launch``), then come
+Arrays, bytes and blocks are numbers of values: 0 is a number that differs from call to call (:data:`LAUNCH`), then come
 arguments, results, and numbers. A place says where in the parameters a value goes: in its first word the byte, the width
 (from bit 16) and the value (from bit 32), in its second another value that is added, or -1.
 """
@@ -42,9 +42,11 @@ from kdacore_cuda.runtime.launcher import Launcher, overlaps_launches
 MAGIC, FORMAT = 0x6B6461636F7265, 3
 KERNEL, CLEAR, COPY = 1, 2, 3
 HEADER_WORDS, KERNEL_WORDS, ENTRY_BYTES = 8, 13, 32
-LAUNCH = "launch"
+LAUNCH = "launch number"
 """The value that differs from call to call."""
 
+NOTHING = ""
+"""In the place of a value: the field is 0."""
 Value = str | tuple[str, str]
 """A value by its name, or the sum of two: a buffer and an offset in it, in bytes."""
 Start = Callable[[int, bytes], None]
@@ -134,6 +136,8 @@ class Program:
         places = []
         for field, kind in step.launcher.params.fields:
             value = step.fields.get(field, field)
+            if value == NOTHING:
+                continue
             if value == LAUNCH:
                 places.append((step.launcher.params.offsets[field], 8, LAUNCH, None))
             elif value != field or field in known:
@@ -157,6 +161,7 @@ class Program:
         arguments: Sequence[str] | None = None,
         results: Sequence[str] = (),
         own: bytes = b"",
+        same: Mapping[str, str] = {},
     ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], dict[int, bytes]]:
         """The program for the executor, and the machine code of its kernels by id.
 
@@ -167,15 +172,20 @@ class Program:
             arguments: names of the arrays that a call is given; all of :attr:`arrays` if None.
             results: names of the arrays that it writes besides. Fields for arrays that are neither are 0.
             own: the numbers, if calls do not give them.
+            same: further names of arrays.
 
         Raises BackendBuildError where a kernel had to be compiled, and could not be.
         """
         names = (LAUNCH, *(self.arrays if arguments is None else arguments), *results)
         places = {name: i for i, name in enumerate((*names, *self.numbers))}
+        places |= {name: places[x] for name, x in same.items()}
         cubins: dict[int, bytes] = {}
         made: list[int] = []
+        count = 0
         for step in self.steps:
             if isinstance(step, Clear):
+                if step.array not in places:  # it has no bytes
+                    continue
                 made += [CLEAR, 4, places[step.array], places[step.size]]
             elif isinstance(step, InPlace):
                 pair = places[step.argument], places[step.result]
@@ -185,8 +195,9 @@ class Program:
                 identity, cubin = cubin_of(step.launcher.kernel, arch)
                 cubins[identity] = cubin
                 made += self._kernel_words(step, identity, overlaps_launches(arch), places)
+            count += 1
         counts = [len(names) - 1 - len(results), len(results), len(self.numbers), len(own) // 8]
-        header = [MAGIC << 8 | FORMAT, capability, multiprocessors, *counts, len(self.steps)]
+        header = [MAGIC << 8 | FORMAT, capability, multiprocessors, *counts, count]
         return np.array([*map(_signed, [*header, *_as_words(own), *made])], np.int64), cubins
 
     def _kernel_words(

@@ -138,4 +138,3 @@ class PythonExecutor:
                 self.driver.allow_shared(handle, shared, device)
                 self._shared[identity, device] = shared
         return handle
-

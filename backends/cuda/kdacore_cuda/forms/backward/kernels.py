@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SCAN_OUTPUTS, ParamStruct
+from kdacore_cuda.runtime.launcher import Launcher
 
 _SOURCES = "sm90/chunk_backward"
 
@@ -24,6 +25,12 @@ class ChunkBackwardKernel(NamedTuple):
     """Blocks, given the units (chunk slots times value heads), the sequences times value heads, and
     the multiprocessors."""
     params: ParamStruct = CHUNK_BACKWARD
+
+
+@cache
+def launcher(kernel: ChunkBackwardKernel) -> Launcher:
+    """The launcher of one kernel."""
+    return Launcher(kernel.source, kernel.params, kernel.threads, kernel.shared)
 
 
 SUMS_THREADS, GROUPS_THREADS = 512, 256

@@ -121,6 +121,10 @@ def lengths_of(request: Request) -> SegmentLengths:
     return choose_lengths(request.N * request.HV, multiprocessors_of(request), request.packed)
 
 
+CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
+"""Bytes of the record that prepare writes for one chunk and value head:
+csrc/sm90/chunk_forward/segments/chunk_operands.cuh."""
+
 CHAIN_THREADS = 256
 """Threads of a block of the kernels that apply the maps of segments to a state one after another, forward, backward
 and on slices of a row (csrc/sm90/chunk_forward/segments/compose.cuh)."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, Request
+from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, launcher
 from kdacore_cuda.forms.backward.sizes import WORKSPACE as WORKSPACE
 from kdacore_cuda.forms.chunk_forward import CHUNK
@@ -60,8 +61,46 @@ def launch(
     if blocks is None:
         blocks = kernel.grid(plan.numbers["units"], r.N * r.HV, multiprocessors_of(r))
     numbers = plan.numbers | dict(zip(STRIDES, layout.strides, strict=True)) | {"blocks": blocks}
-    named = {name: getattr(given, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")}
+    named = {
+        name: getattr(given, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+    }
     named |= {"h0": given.initial_state, **arrays}
     names = [name for name, kind in kernel.params.fields if kind == "ptr"]
     program = Program([Launch("one", launcher(kernel), "blocks")], names, tuple(numbers), one_segment=True)
     torch_launch.run(program, program.pack_numbers(numbers), arch_of(r), inputs.q, named)
+
+
+class InSegments(NamedTuple):
+    """The backward's scan in segments."""
+
+    launches: list[tuple[str, ChunkBackwardKernel, int]]
+    """Name, kernel and blocks of each."""
+    sizes: dict[str, Any]
+    """The numbers that say how sequences are cut, and flags."""
+    bytes_of: dict[str, int]
+
+    @property
+    def stored_segments(self) -> int:
+        """Times value heads; 0 if no sequence can have more than one."""
+        return self.bytes_of.get("starts", 0) // (4 * 128 * 128)
+
+    def workspace(self, like: torch.Tensor) -> Arrays:
+        """Uninitialised arrays ``[segments, elements]``."""
+        forms = chunk_backward_segments.WORKSPACE if self.stored_segments else {}
+        return {
+            name: like.new_empty((self.stored_segments, size), dtype=getattr(torch, dtype))
+            for name, (size, dtype) in forms.items()
+        }
+
+
+def in_segments(r: Request, saved: bool = False) -> InSegments:
+    launches, bytes_of, numbers = chunk_backward_segments.scan_in_segments(r, saved)
+    named = [(name, kernel, int(numbers.pop(f"{name}_blocks"))) for name, kernel in launches]
+    return InSegments(named, numbers, bytes_of)
+
+
+def launch_step(step: Any, grid: int, like: torch.Tensor, arrays: Arrays, **numbers: float) -> None:
+    """One launch of any kernel: ``step`` is its launcher, ``arrays`` and ``numbers`` are by field."""
+    program = Program([Launch("one", step, "blocks")], tuple(arrays), ("blocks", *numbers))
+    packed = program.pack_numbers({"blocks": grid, **numbers})
+    torch_launch.run(program, packed, "sm_90a", like, arrays)

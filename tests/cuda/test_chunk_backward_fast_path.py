@@ -21,7 +21,6 @@ from kdacore.types import ChunkInputs, FastGradients, OutputGrads
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
@@ -122,12 +121,11 @@ def test_gradients_that_are_not_wanted(emulated: list[str]) -> None:
 
 
 def test_what_takes_the_longer_way(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be copied or widened, checkpoints, arrays off 16 bytes, another current device."""
+    """What would be copied or widened, arrays off 16 bytes, another current device."""
     inputs = draw(T=10)
     ragged = torch.stack([inputs.v, inputs.v], -1)[..., 0]
     assert made(inputs._replace(v=ragged)) is None
     assert made(inputs._replace(g=inputs.g.half())) is None
-    assert made(inputs, checkpoint_every=64) is None
     step = made(inputs)
     assert step is not None
     do = torch.randn_like(inputs.v)

@@ -18,13 +18,13 @@ from cuda_calls import (
     oracle,
     request_of,
 )
+from form_calls import launches_of
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused import forward as fused
 from kdacore_cuda.forms.fused.sizes import prepared_steps_size
 from kdacore_cuda.runtime import device_figures
 
@@ -478,8 +478,9 @@ def test_many_short_sequences_have_a_kernel_of_their_own(
     whole_fraction(monkeypatch, 2)
 
     def many_short(inputs: ChunkInputs, **options: Any) -> int:
-        plan = fused.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
-        return dict(plan.launcher.kernel.defines)["MANY_SHORT"]
+        made = launches_of("fused", request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
+        (step,) = made.program.steps
+        return dict(step.launcher.kernel.defines)["MANY_SHORT"]
 
     assert many_short(draw(16, 128)) == 1
     assert many_short(draw(16, 129)) == 0

@@ -104,14 +104,27 @@ def test_arrays_off_16_bytes_go_the_longer_way(emulated: list[str], name: str) -
 
 
 def test_what_takes_the_longer_way(emulated: list[str]) -> None:
-    """What would be copied or widened, and checkpoints."""
+    """What would be copied or widened."""
     inputs = draw(T=10)
     ragged = torch.stack([inputs.v, inputs.v], -1)[..., 0]
     state = torch.randn(1, 1, 128, 128).transpose(-1, -2)
     assert made(inputs._replace(v=ragged)) is None
     assert made(inputs._replace(g=inputs.g.half())) is None
     assert made(inputs._replace(initial_state=state)) is None
-    assert made(inputs, checkpoint_every=64) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpoints_of_every_block(emulated: list[str], packed: bool) -> None:
+    """Rows that no sequence has are zero."""
+    cu = torch.tensor([0, 70, 200]) if packed else None
+    inputs = draw(T=200, cu_seqlens=cu)
+    request = request_of("chunk_kda", inputs, checkpoint_every=64, **BOUNDED_MODEL)
+    step = chunk_forward.make_fast_call(request, inputs)
+    assert step is not None
+    got, want = step(tuple(inputs)), chunk_forward.forward(request, inputs)
+    assert got is not None and torch.equal(got[0], want.o)
+    assert torch.equal(got[2], want.checkpoints)
+    assert not packed or not got[2][4:].any()
 
 
 def test_states_between_others_go_the_longer_way_side_by_side(

@@ -21,10 +21,8 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import launches as segments_launches
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.runtime import device_figures, torch_launch
@@ -145,7 +143,7 @@ def test_output_that_finds_start_states_keeps_them(
     out, grads = run(inputs, output_final_state=True)
     assert not any(name.startswith("chain-") for name in emulated)
     check_gradients(kept_request(inputs, output_final_state=True), inputs, grads)
-    monkeypatch.setattr(chunk_forward_segments, "output_composes", lambda segments, blocks: False)
+    monkeypatch.setattr(segments_launches, "output_composes", lambda segments, blocks: False)
     chained, chained_grads = run(inputs, output_final_state=True)
     assert any(name.startswith("chain-") for name in emulated)
     assert torch.equal(out.o, chained.o)
@@ -297,7 +295,7 @@ def test_through_autograd(emulated: list[str]) -> None:
 
 
 def keeps(request: Request) -> bool:
-    return chosen(request).saves == "maps" and chunk_forward_segments.plan_of(request).keeps
+    return chunk_backward.saved_kind(request) == "maps"
 
 
 def test_which_calls_keep() -> None:

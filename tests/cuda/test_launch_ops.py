@@ -28,7 +28,6 @@ from kdacore.types import (
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
 from kdacore_cuda.forms.fused import checkpoints as chunk_forward_checkpoints
@@ -37,7 +36,6 @@ from kdacore_cuda.forms.fused.kernels import (
     chunk_forward_shared_bytes,
     chunk_forward_threads,
 )
-from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths

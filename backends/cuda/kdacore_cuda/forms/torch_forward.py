@@ -30,61 +30,86 @@ class Layout(NamedTuple):
     """Every row of states begins on 16 bytes."""
 
 
-class TorchOp(NamedTuple):
-    """A forward that has launches."""
+class TorchOp:
+    """A forward that has launches.
 
-    launches_of: Callable[[Request, bool], Launches]
-    """The launches of a request; the flag: tokens are contiguous, and states lie on 16 bytes."""
-    arrays: tuple[str, ...]
-    """Arguments that the launches take, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`."""
-    fields: tuple[str, ...]
-    """Arguments of the op, in order."""
-    takes_rows: Callable[[Request], bool]
-    """Whether rows of states may lie apart."""
-    aligned_bias: bool = False
-    """``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel must."""
-    tells_aligned_states: bool = False
-    """:attr:`launches_of` reads whether states do."""
-    takes_float16_gate: bool = False
+    Args:
+        launches_of: the launches of a request; the flag: tokens are contiguous, and states lie on 16 bytes.
+        arrays: arguments that the launches take, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`.
+        fields: arguments of the op, in order.
+        takes_rows: whether rows of states may lie apart.
+        aligned_bias: ``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel must.
+        tells_aligned_states: ``launches_of`` reads whether states do.
+        takes_float16_gate: kernels take g as float16.
+    """
+
+    def __init__(
+        self,
+        launches_of: Callable[[Request, bool], Launches],
+        arrays: tuple[str, ...],
+        fields: tuple[str, ...],
+        takes_rows: Callable[[Request], bool],
+        *,
+        aligned_bias: bool = False,
+        tells_aligned_states: bool = False,
+        takes_float16_gate: bool = False,
+    ) -> None:
+        self.launches_of, self.arrays, self.fields, self.takes_rows = launches_of, arrays, fields, takes_rows
+        self.aligned_bias, self.tells_aligned_states = aligned_bias, tells_aligned_states
+        self.takes_float16_gate = takes_float16_gate
+        self._calls: PlanCache[dict[Layout, FastCall]] = PlanCache(lambda request: {})
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
         """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
-        calls = calls_of(request)
         as_given = self.takes_float16_gate or inputs.g.dtype is not torch.float16
         if as_given and all(x is None or x.is_contiguous() for x in inputs):
-            found = calls.call(self, calls.contiguous)(inputs)
+            found = self._call(request, contiguous_layout(request))(inputs)
             if found is not None:
                 return Outputs(*found[:3], found[3:])
-        return _forward_in_readable_layout(self, request, inputs)
+        return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
         """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied. It
         returns None, having launched nothing, where arrays lie off 16 bytes or another device is current."""
         given, layout = readable(self, request, inputs)
-        return calls_of(request).call(self, layout) if given is inputs else None
+        return self._call(request, layout) if given is inputs else None
 
-
-class _Calls:
-    """The calls of a request, by layout."""
-
-    def __init__(self, r: Request) -> None:
-        row = r.HV * r.K * r.V
-        self._request, self._calls = r, dict[Layout, FastCall]()
-        self.contiguous = Layout(contiguous_token_strides(r), (row, row))
-
-    def call(self, op: TorchOp, layout: Layout) -> FastCall:
-        found = self._calls.get(layout)
+    def _call(self, request: Request, layout: Layout) -> FastCall:
+        calls = self._calls(request)
+        found = calls.get(layout)
         if found is None:
-            if len(self._calls) >= _MAX_LAYOUTS:
-                self._calls.clear()
-            found = self._calls[layout] = _make_call(op, self._request, layout, self.contiguous)
+            if len(calls) >= _MAX_LAYOUTS:
+                calls.clear()
+            found = calls[layout] = _make_call(self, request, layout)
         return found
 
+    def _forward_in_readable_layout(self, r: Request, inputs: Any) -> Outputs:
+        """A call of which kernels cannot read, or cannot write, some arrays as they lie."""
+        given, layout = readable(self, r, inputs)
+        with torch.cuda.device(inputs.q.get_device()):
+            found = self._call(r, layout)(given)
+        if found is None:
+            raise ValueError(f"{r.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
+        o, state, checkpoints, *saved = found
+        if inputs.out is not None and given.out is not inputs.out:
+            o = inputs.out.copy_(o)
+        if r.inplace_state:
+            pool = getattr(inputs, r.written_pool)
+            written = getattr(given, r.written_pool)
+            if written is not pool:
+                pool.copy_(written)
+            state = pool if r.output_final_state else None
+        return Outputs(o, state, checkpoints, tuple(saved))
 
-calls_of = PlanCache(_Calls)
+
+def contiguous_layout(r: Request) -> Layout:
+    """That of contiguous arrays on 16 bytes."""
+    row = r.HV * r.K * r.V
+    return Layout(contiguous_token_strides(r), (row, row))
 
 
-def _make_call(op: TorchOp, r: Request, layout: Layout, contiguous: Layout) -> FastCall:
+def _make_call(op: TorchOp, r: Request, layout: Layout) -> FastCall:
+    contiguous = contiguous_layout(r)
     launches = op.launches_of(r, layout.aligned_states and layout.strides == contiguous.strides)
     program, arch = launches.program, launches.arch
     numbers = program.pack_numbers(
@@ -156,25 +181,6 @@ def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     all are zero."""
     make = q.new_zeros if r.packed or r.pool_size else q.new_empty
     return make(r.checkpoint_shape, dtype=dtype)
-
-
-def _forward_in_readable_layout(op: TorchOp, r: Request, inputs: Any) -> Outputs:
-    """A call of which kernels cannot read, or cannot write, some arrays as they lie."""
-    given, layout = readable(op, r, inputs)
-    with torch.cuda.device(inputs.q.get_device()):
-        found = calls_of(r).call(op, layout)(given)
-    if found is None:
-        raise ValueError(f"{r.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
-    o, state, checkpoints, *saved = found
-    if inputs.out is not None and given.out is not inputs.out:
-        o = inputs.out.copy_(o)
-    if r.inplace_state:
-        pool = getattr(inputs, r.written_pool)
-        written = getattr(given, r.written_pool)
-        if written is not pool:
-            pool.copy_(written)
-        state = pool if r.output_final_state else None
-    return Outputs(o, state, checkpoints, tuple(saved))
 
 
 def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout]:

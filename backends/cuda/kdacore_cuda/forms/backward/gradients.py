@@ -14,7 +14,7 @@ from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
 from kdacore_cuda.forms.segments.launches import keeps_maps
 from kdacore_cuda.forms.segments.sizes import lengths_of
-from kdacore_cuda.forms.torch_forward import Layout, calls_of, readable
+from kdacore_cuda.forms.torch_forward import Layout, contiguous_layout, readable
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
@@ -99,7 +99,7 @@ def _backward_of(r: Request, layout: Layout, wanted: InputGrads, saved: str) -> 
 
 def _make_backward(r: Request, layout: Layout, wanted: InputGrads, saved_kind: str) -> Backward:
     first, second = launches_of(r, wanted, saved_kind)
-    is_contiguous = layout == calls_of(r).contiguous
+    is_contiguous = layout == contiguous_layout(r)
     given = first.numbers if is_contiguous else first.with_layout(layout.strides, layout.rows)
     (pack_first, numbers_first), (pack_second, numbers_second) = (
         (x.program.pack_addresses, x.program.pack_numbers(given)) for x in (first, second)

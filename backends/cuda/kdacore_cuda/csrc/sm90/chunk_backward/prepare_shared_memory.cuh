@@ -159,7 +159,7 @@ __device__ __forceinline__ u32 fourth_keys() {
 
 // Which unit a thread works on, and where that lies in shared memory. A unit has THREADS threads and a
 // part of shared memory: those of a block, or (SIDE_BY_SIDE) of one of several units that a block computes
-// at once. Then both are computed anew wherever they are asked for: there are no registers to keep them.
+// at once. Then both are computed anew wherever they are requested: there are no registers to keep them.
 __device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
 __device__ __forceinline__ int unit_thread() {
   if constexpr (SIDE_BY_SIDE) return opaque(thread_index()) % THREADS;

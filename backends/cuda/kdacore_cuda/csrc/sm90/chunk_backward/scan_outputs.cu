@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce(const ScanOutputsParams& p, const Task& 
 }
 
 // A wait for what has come already. It ends a basic block: the assembler would move loads of shared
-// memory, and what needs them, between products that are asked for one after another.
+// memory, and what needs them, between products that are requested one after another.
 __device__ __forceinline__ void end_basic_block(const OutputsRing& ring) { ring.wait_full(); }
 
 // This warp's rows of u, the block's first one at `from`.

@@ -5,7 +5,7 @@
 // multiprocessors to the second launch (walk.cu), which reads finished units while others are still
 // computed. No block of this launch waits for another block.
 //
-// Grid: at most as many blocks as the host wants to give multiprocessors to. Warps: eight for each of
+// Grid: one block for each multiprocessor that the second launch leaves free, or fewer. Warps: eight for each of
 // the places where a unit is computed, and one, the dispatcher, that hands the block's units out in
 // turns and raises a unit's flags once it has arrived in device memory. So no unit waits for that, nor
 // computes addresses. First come the first chunks of all sequences and heads, then their second ones,

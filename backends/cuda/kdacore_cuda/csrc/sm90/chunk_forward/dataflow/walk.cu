@@ -139,7 +139,7 @@ __device__ __forceinline__ void hand_on(const TokenOperand& o, Exchange& x, int 
   ++x.turn;
 }
 
-// The chunk's decay of this lane's channels. Loaded before products are asked for: beside them, these
+// The chunk's decay of this lane's channels. Loaded before products are requested: beside them, these
 // loads take as long as all of them.
 struct Decays {
   float2 x[2 * K_TILES];

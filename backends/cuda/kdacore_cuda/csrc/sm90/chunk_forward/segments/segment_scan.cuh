@@ -182,6 +182,6 @@ __device__ __forceinline__ void leave_together() {
 }
 
 // A wait for what has come already. It ends a basic block: the assembler would move loads of shared
-// memory, and what needs them, between products that are asked for one after another, or operands of
+// memory, and what needs them, between products that are requested one after another, or operands of
 // the next chunk behind products that they do not need.
 __device__ __forceinline__ void end_basic_block(const OperandRing& ring) { ring.wait_full(); }

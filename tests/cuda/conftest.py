@@ -15,6 +15,7 @@ import emulator
 import torch
 from guarded_memory import guard
 
+from kdacore_cuda.build import cubin_lookup
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher
 
@@ -58,6 +59,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda stream, values: launch(launcher, grid, arch, None, values)
 
     monkeypatch.setattr(torch_launch, "launch", launch)
+    # Sizes of kernels that are not packaged, as after a change of their sources.
+    monkeypatch.setattr(cubin_lookup, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
 
     def sequence_start(sequence: Any, arch: str, index: int) -> Any:
         def start(stream: int, *addresses: int) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kdacore.lazy import lazy_module
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.forms.fused.kernels import TAIL_BLOCKS, TAIL_SHARED, TAIL_THREADS, checkpoint_tail_kernel
+from kdacore_cuda.build.shared_memory import shared_bytes
+from kdacore_cuda.forms.fused.kernels import TAIL_BLOCKS, TAIL_THREADS, checkpoint_tail_kernel
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, GATES, STEP_TOKENS, TYPES
 from kdacore_cuda.request_encoding import chunk_flags, type_code
 from kdacore_cuda.runtime.launcher import Launcher
@@ -72,7 +73,8 @@ def needs_tail(request: Request, between_steps: bool) -> bool:
 @cache
 def tail_launcher() -> Launcher:
     """The launch that follows the fused kernel of Hopper."""
-    return Launcher(checkpoint_tail_kernel(), CHECKPOINT_TAIL, TAIL_THREADS, TAIL_SHARED)
+    kernel = checkpoint_tail_kernel()
+    return Launcher(kernel, CHECKPOINT_TAIL, TAIL_THREADS, shared_bytes(kernel))
 
 
 def tail_grid(r: Request) -> int:

@@ -1,5 +1,5 @@
-"""Sizes of the recurrent form: the tile of the state that a block computes, and with it threads, shared memory and
-grid; and what else the request alone determines."""
+"""Sizes of the recurrent form: the tile of the state that a block computes, and with it threads and grid; and what
+else the request alone determines."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ class RecurrentTile(NamedTuple):
     @property
     def threads(self) -> int:
         return 32 * self.warps
-
-    def shared_bytes(self, K: int, v_first: bool) -> int:
-        """Dynamic shared memory in bytes. The kernel source has the layout."""
-        return 0 if v_first else 2 * (12 * K + self.warps * self.parts * 4 * (2 * self.columns + 4))
 
 
 _TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]] = {

@@ -14,8 +14,7 @@
 // given (the inputs of a place's next unit are known; one for each of two), written (all of a unit is in
 // device memory).
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS and SIDE_BY_SIDE
-// (both 1).
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), FOR_SEGMENTS and SIDE_BY_SIDE (both 1).
 #include "sm90/chunk_backward/prepare_unit.cuh"
 #include "sm90/chunk_forward/dataflow/flags.cuh"
 

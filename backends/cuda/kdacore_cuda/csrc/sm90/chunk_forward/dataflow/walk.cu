@@ -19,8 +19,6 @@
 // Synchronisation: a stage's barriers count the bytes and values that arrive (full) and the warps that have
 // read it (empty). For each pair of warps and of two places, barriers say that o has been handed on (full)
 // or stored (empty).
-//
-// Macros from the host: SHARED_BYTES.
 #include "common/warp_arrivals.cuh"
 #include "generated/walk_params.cuh"
 #include "sm90/chunk_forward/dataflow/flags.cuh"
@@ -72,7 +70,7 @@ struct SharedMemory {
   u64 full[STAGES], empty[STAGES];
   Pair pairs[ROLE_WARPS];
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory, full), 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {

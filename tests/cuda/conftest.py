@@ -16,6 +16,7 @@ import torch
 from guarded_memory import guard
 from program_launches import launches_of
 
+from kdacore_cuda.build import cubin_lookup
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.program import Program
 
@@ -56,6 +57,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return start
 
+    # Sizes of kernels that are not packaged, as after a change of their sources.
+    monkeypatch.setattr(cubin_lookup, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
     monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)

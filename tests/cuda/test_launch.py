@@ -12,6 +12,7 @@ from typing import Any
 
 import emulator
 import pytest
+from emulator import STRUCTS
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import kernel_parameters
@@ -315,7 +316,6 @@ def test_division(divisor: int) -> None:
         assert n * factor >> shift == n // divisor
 
 
-STRUCTS = {x.name: x for x in vars(kernel_parameters).values() if isinstance(x, ParamStruct)}
 HEADERS = kernel_parameters.generated_headers()
 
 

@@ -32,8 +32,8 @@ from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
 from kdacore_cuda.forms.fused import checkpoints as chunk_forward_checkpoints
 from kdacore_cuda.forms.fused.kernels import (
+    chunk_forward_kernel,
     chunk_forward_launcher,
-    chunk_forward_shared_bytes,
     chunk_forward_threads,
 )
 from kdacore_cuda.forms.recurrent import forward as recurrent
@@ -42,7 +42,7 @@ from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.forms.stages import sizes as stage_sizes
-from kdacore_cuda.forms.stages.kernels import hopper_recompute_shared_bytes
+from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
@@ -244,7 +244,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     assert (x.entry, x.grid) == ("chunk_forward", N * HV * cluster)
     assert (x.block, x.shared) == (
         chunk_forward_threads(K, cluster),
-        chunk_forward_shared_bytes(K, cluster, True),
+        shared_bytes(chunk_forward_kernel(K, cluster, bounded=True, float_gate=False)),
     )
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
@@ -417,7 +417,7 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
     assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no raised limit
-    assert recompute.shared == hopper_recompute_shared_bytes(2)
+    assert recompute.shared == shared_bytes_of_each(hopper_recompute_kernel(False, with_q))[1]
     holds(recompute.params, whole=0, kept=0)  # all that so few write is to stay in L2
     for x in (intra, recompute):
         assert x.block == 128

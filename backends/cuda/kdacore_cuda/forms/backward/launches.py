@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.backward.kernels import (
     GROUPS_THREADS,
     SUMS_THREADS,
@@ -217,9 +218,9 @@ def _second_program(
 
 @cache
 def _sums_launcher() -> Launcher:
-    return Launcher(sums_kernel(), SUMS, SUMS_THREADS, 4 * SUMS_THREADS)
+    return Launcher(sums_kernel(), SUMS, SUMS_THREADS, shared_bytes(sums_kernel()))
 
 
 @cache
 def _groups_launcher() -> Launcher:
-    return Launcher(groups_kernel(), GROUPS, GROUPS_THREADS, 0)
+    return Launcher(groups_kernel(), GROUPS, GROUPS_THREADS, shared_bytes(groups_kernel()))

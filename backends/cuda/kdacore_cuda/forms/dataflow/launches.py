@@ -11,11 +11,11 @@ from __future__ import annotations
 from functools import cache
 
 from kdacore.types import Request
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.backward.kernels import launcher
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.dataflow.kernels import (
     WALK_BLOCKS,
-    WALK_SHARED,
     WALK_THREADS,
     prepare_units_kernel,
     walk_kernel,
@@ -60,4 +60,4 @@ def _program(prepare: Launcher, numbers: tuple[str, ...]) -> Program:
 
 @cache
 def _walk_launcher() -> Launcher:
-    return Launcher(walk_kernel(), WALK, WALK_THREADS, WALK_SHARED)
+    return Launcher(walk_kernel(), WALK, WALK_THREADS, shared_bytes(walk_kernel()))

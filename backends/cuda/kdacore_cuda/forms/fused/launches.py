@@ -6,11 +6,11 @@ from functools import cache
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, takes_float_gate
 from kdacore_cuda.forms.fused.kernels import (
     TAIL_BLOCKS,
-    TAIL_SHARED,
     TAIL_THREADS,
     checkpoint_tail_kernel,
     chunk_forward_launcher,
@@ -73,4 +73,5 @@ def _program(launcher: Launcher, has_workspace: bool, has_tail: bool, numbers: t
 
 @cache
 def _tail_launcher() -> Launcher:
-    return Launcher(checkpoint_tail_kernel(), CHECKPOINT_TAIL, TAIL_THREADS, TAIL_SHARED)
+    kernel = checkpoint_tail_kernel()
+    return Launcher(kernel, CHECKPOINT_TAIL, TAIL_THREADS, shared_bytes(kernel))

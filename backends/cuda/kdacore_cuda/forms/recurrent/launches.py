@@ -8,8 +8,8 @@ from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
+from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.forms.recurrent.kernels import recurrent_launcher
-from kdacore_cuda.forms.recurrent.sizes import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.kernel_parameters import FLAGS, GATES
 from kdacore_cuda.request_encoding import contiguous_token_strides, division, is_int64, token_flags, type_code
 from kdacore_cuda.runtime.device_figures import arch_of

@@ -134,8 +134,3 @@ def chain_blocks(states: int, multiprocessors: int) -> int:
     """Blocks per state of those kernels, which share its value rows (same bits), for so many states: 8 where each finds
     a multiprocessor of its own, else 4."""
     return 8 if 8 * states <= multiprocessors else 4
-
-
-def chain_shared(blocks: int) -> int:
-    """Shared memory of a block in bytes: three maps of 64 KB, its value rows, barriers."""
-    return 3 * 64 * 1024 + 128 * 1024 // blocks + 24

@@ -6,16 +6,15 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import Request
+from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.forms.stages.kernels import (
     STAGE_THREADS,
     hopper_recompute_kernel,
     intra_kernel,
-    intra_shared_bytes,
     recompute_grid,
     recompute_kernel,
-    recompute_shared_bytes,
 )
 from kdacore_cuda.kernel_parameters import FLAGS, INTRA, RECOMPUTE
 from kdacore_cuda.request_encoding import contiguous_strides, is_int64, type_code
@@ -61,17 +60,17 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
     blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
     whole = staggered = first_in_l2 = 0
     if r.op == "kda_chunk_intra":
-        launcher = _intra_launcher(r.K, float16)
+        launcher = _intra_launcher(r.K, float16, arch)
     elif chosen(r).own_recompute:
         # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
         # their last one.
         empty = (r.num_chunks - -(-r.T // r.chunk_size)) // 2 * r.HV if r.packed else 0
-        whole, blocks, shared, staggered, first_in_l2 = recompute_grid(
+        whole, blocks, staggered, first_in_l2 = recompute_grid(
             blocks, multiprocessors_of(r), empty, r.has("q")
         )
-        launcher = _hopper_recompute_launcher(float16, r.has("q"), shared)
+        launcher = _hopper_recompute_launcher(float16, r.has("q"), whole > 0)
     else:
-        launcher = _recompute_launcher(r.K, r.V, float16)
+        launcher = _recompute_launcher(r.K, r.V, float16, arch)
     flags = FLAGS["CU64"] * is_int64(r, "cu_seqlens")
     values = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks, flags, type_code(r, "beta"), r.scale),
@@ -100,15 +99,19 @@ def _contiguous(r: Request, arrays: StageArrays) -> tuple[int, ...]:
 
 
 @cache
-def _intra_launcher(K: int, float16: bool) -> Launcher:
-    return Launcher(intra_kernel(K, float16), INTRA, STAGE_THREADS, intra_shared_bytes(K))
+def _intra_launcher(K: int, float16: bool, arch: str) -> Launcher:
+    kernel = intra_kernel(K, float16)
+    return Launcher(kernel, INTRA, STAGE_THREADS, shared_bytes(kernel, arch))
 
 
 @cache
-def _recompute_launcher(K: int, V: int, float16: bool) -> Launcher:
-    return Launcher(recompute_kernel(K, V, float16), RECOMPUTE, STAGE_THREADS, recompute_shared_bytes(K, V))
+def _recompute_launcher(K: int, V: int, float16: bool, arch: str) -> Launcher:
+    kernel = recompute_kernel(K, V, float16)
+    return Launcher(kernel, RECOMPUTE, STAGE_THREADS, shared_bytes(kernel, arch))
 
 
 @cache
-def _hopper_recompute_launcher(float16: bool, with_q: bool, shared: int) -> Launcher:
-    return Launcher(hopper_recompute_kernel(float16, with_q), RECOMPUTE, STAGE_THREADS, shared)
+def _hopper_recompute_launcher(float16: bool, with_q: bool, some_whole: bool) -> Launcher:
+    kernel = hopper_recompute_kernel(float16, with_q)
+    of_whole, of_half = shared_bytes_of_each(kernel)
+    return Launcher(kernel, RECOMPUTE, STAGE_THREADS, of_whole if some_whole else of_half)

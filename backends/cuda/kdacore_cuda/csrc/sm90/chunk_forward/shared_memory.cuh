@@ -24,7 +24,7 @@
 #include "generated/steps.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
-// G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
+// G_FLOAT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
 // one (helpers.cuh).
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
@@ -145,5 +145,4 @@ __device__ __forceinline__ int sums_offset(int i) {
   return SUMS > 1 && (i & 1) ? SECOND - FIRST : 0;
 }
 // Without the padding that the alignment of stages adds.
-static_assert(OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
-              "the host's shared memory size is too small");
+KDA_SHARED_BYTES(OFFSET(SharedMemory, interval) + INTERVAL_BYTES);

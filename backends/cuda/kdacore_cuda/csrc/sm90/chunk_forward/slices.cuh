@@ -173,7 +173,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       advance(from, p, (c + shift - stopped) * C, heads, value_heads);
     }
     left = tokens - first_token();
-    // What comes from the caches is asked for before what comes from memory, as answers come in order.
+    // What comes from the caches is requested before what comes from memory, as answers come in order.
     Gate gate = make_gate(p, task.hv);
     const float own_bias = w.at.half ? 0.0f : load_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};

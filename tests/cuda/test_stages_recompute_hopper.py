@@ -16,7 +16,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.shared_memory import shared_bytes_of_each
 from kdacore_cuda.choice import has_hopper_recompute
-from kdacore_cuda.forms.stages import sizes
+from kdacore_cuda.forms.stages import launches
 from kdacore_cuda.forms.stages.kernels import (
     RecomputeGrid,
     hopper_recompute_kernel,
@@ -52,7 +52,7 @@ def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
         return RecomputeGrid(whole, 2 * items - whole, items // 2, items // 3)
 
     monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: whole_fraction is not None)
-    monkeypatch.setattr(sizes, "recompute_grid", fixed)
+    monkeypatch.setattr(launches, "recompute_grid", fixed)
 
 
 def draw(**shape: Any) -> Drawn:
@@ -124,7 +124,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(recompute_grid(items, multiprocessors, empty, with_q))
         return seen[-1]
 
-    monkeypatch.setattr(sizes, "recompute_grid", noted)
+    monkeypatch.setattr(launches, "recompute_grid", noted)
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)

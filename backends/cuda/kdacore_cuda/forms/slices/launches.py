@@ -247,6 +247,8 @@ def backward_launches(
 
 
 _IN_BOTH = frozenset(WORKSPACE) - READ_BY_SCAN_ONLY
+_WITH_ENDS = frozenset({"slice_gradient", "chain", "scan"})
+"""Launches that take gradients of states; maps are those of an unknown one."""
 
 
 @cache
@@ -272,7 +274,7 @@ def _backward_program(
             name,
             launcher(kernel),
             f"{name}_blocks",
-            fields if name == "prepare" else fields | {"d_ht": d_end, "d_h0": d_start},
+            fields | {"d_ht": d_end, "d_h0": d_start} if name in _WITH_ENDS else fields,
         )
         for name, kernel in launches
     ]

@@ -33,6 +33,7 @@ struct Launch {
   int kernel, attribute; unsigned grid, block, shared, attributes; void* stream; unsigned char params[1024]; };
 struct Launch launched[MOST];
 int launches, limits[64], loads, fail, nowhere, multiprocessors = 132, capability = 90;
+char code_loaded[256];
 void* current;
 int cuCtxGetCurrent(void** c) { *c = current; return 0; }
 int cuCtxGetDevice(int* device) {
@@ -52,7 +53,7 @@ int cuLibraryGetKernel(void** k, void* l, const char* name) {
     if (!strcmp(name, names[i])) { *k = (void*)(i + 1L); return 0; }
   return 500; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
-  *l = (void*)1; ++loads; return 0; }
+  *l = (void*)1; ++loads; strncpy(code_loaded, code, sizeof code_loaded - 1); return 0; }
 int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t size, void* stream) { memcpy(to, from, size); return 0; }
 int cuMemsetD8Async(void* at, unsigned char value, size_t size, void* stream) { memset(at, value, size); return 0; }
 int cuStreamGetCtx(void* s, void** c) { *c = 0; return 0; }
@@ -95,6 +96,7 @@ class Stub:
     other test's driver is open in."""
 
     def __init__(self, folder: Path, params: Mapping[str, ParamStruct], more: str = "") -> None:
+        """``more``: further functions of the driver, in C."""
         assert shutil.which("gcc"), "the CUDA backend's tests need gcc and g++"
         names, sizes = (
             ", ".join(f'"{name}"' for name in params),
@@ -118,6 +120,16 @@ class Stub:
         """The current one; 0x100 and the device's number where one was made current."""
         return ctypes.c_void_p.in_dll(self.library, "current").value or 0
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Bytes of shared memory that kernels were allowed, by entry; 0 where nothing was said."""
+        return dict(zip(self._params, (ctypes.c_int * 64).in_dll(self.library, "limits"), strict=False))
+
+    @property
+    def code_loaded(self) -> str:
+        """The machine code that was loaded last."""
+        return (ctypes.c_char * 256).in_dll(self.library, "code_loaded").value.decode()
+
     def reset(self) -> None:
         """Forget what was launched, and refuse nothing."""
         for name in ("launches", "loads", "fail", "nowhere"):
@@ -135,9 +147,8 @@ class Stub:
         struct = self._params[entry]
         values = struct.packer.unpack(bytes(x.params[: struct.size]))
         named = dict(zip(struct.offsets, values, strict=True))
-        limit = (ctypes.c_int * 64).in_dll(self.library, "limits")[x.kernel]
         attributes = (x.attribute,) * x.attributes
-        return Seen(entry, x.grid, x.block, x.shared, limit, named, x.stream or 0, attributes)
+        return Seen(entry, x.grid, x.block, x.shared, self.limits[entry], named, x.stream or 0, attributes)
 
     def install(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         """Launches go through an executor of this kind to the library. Kernels' names are their machine code."""
@@ -154,5 +165,5 @@ class Stub:
 
 
 def _cubin_of(kernel: KernelSource, arch: str) -> tuple[int, bytes]:
-    code = f"{kernel.name}.{arch}".encode()
+    code = f"{kernel.name}.{arch}\0".encode()
     return programs.cubin_id(code), code

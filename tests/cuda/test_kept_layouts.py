@@ -16,7 +16,6 @@ from kdacore_cuda.forms import torch_forward
 from kdacore_cuda.forms.recurrent.forward import RECURRENT
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.forms.stages import launches as stage_launches
-from kdacore_cuda.forms.torch_forward import Layout, calls_of
 from kdacore_cuda.runtime import device_figures, executor, torch_launch
 from kdacore_cuda.runtime.program import Program
 
@@ -48,34 +47,42 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     return found
 
 
-def test_decoding(launched: list[Made]) -> None:
-    d = Draw()
+def pool(row: int) -> torch.Tensor:
+    """Four states whose rows lie ``row`` elements apart."""
+    return torch.zeros(4 * row).as_strided((4, 2, 64, 64), (row, 64 * 64, 64, 1))
+
+
+def test_decoding(launched: list[Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, size = Draw(), 2 * 64 * 64
     x = RecurrentInputs(*(d.normal(2, 1, 2, 64) for _ in range(4)), d.normal(2, 1, 2), A_log=torch.zeros(2))
-    x = x._replace(initial_state=torch.zeros(4, 2, 64, 64), state_indices=torch.tensor([0, 3]))
+    x = x._replace(initial_state=pool(size), state_indices=torch.tensor([0, 3]))
     request = request_of("fused_recurrent_kda", x, inplace_state=True, **BOUNDED_MODEL)
-    calls, row = calls_of(request), 2 * 64 * 64
+    made: list[Any] = []
+    make = torch_forward._make_call
+    monkeypatch.setattr(torch_forward, "_make_call", lambda *given: made.append(given) or make(*given))
 
-    def launch(layout: Layout) -> Made:
-        call = calls.call(RECURRENT, layout)
-        assert calls.call(RECURRENT, layout) is call
+    def launch(inputs: RecurrentInputs) -> Made:
+        call = RECURRENT.make_fast_call(request, inputs)
+        assert call is not None and RECURRENT.make_fast_call(request, inputs) is call
         launched.clear()
-        assert call(tuple(x)) is not None
-        (made,) = launched
-        return made
+        assert call(tuple(inputs)) is not None
+        (found,) = launched
+        return found
 
-    plain = calls.contiguous
-    kernel, params = launch(plain)
+    kernel, params = launch(x)
     assert kernel.endswith(f"MODE{RecurrentMode.ONE_TOKEN:d}")
-    assert (params["h0_row"], params["ht_row"]) == (row, row)
-    twice = tuple(2 * s for s in plain.strides)
-    for other in (plain._replace(aligned_states=False), plain._replace(strides=twice)):
+    assert (params["h0_row"], params["ht_row"]) == (size, size)
+    wide = d.normal(2, 1, 4, 64)[:, :, ::2]
+    for other in (x._replace(initial_state=pool(size + 1)), x._replace(q=wide)):
         kernel, params = launch(other)
-        assert kernel.endswith("MODE0") and params["q_sb"] == other.strides[0]
-    for i in range(200):
-        kernel, params = launch(plain._replace(rows=(row + i, row + 2 * i)))
+        assert kernel.endswith("MODE0") and params["q_sh"] == other.q.stride(2)
+    for i in range(1, 200):
+        kernel, params = launch(x._replace(initial_state=pool(size + 4 * i)))
         assert kernel.endswith(f"MODE{RecurrentMode.ONE_TOKEN:d}")
-        assert (params["h0_row"], params["ht_row"]) == (row + i, row + 2 * i)
-        assert len(calls._calls) <= torch_forward._MAX_LAYOUTS
+        assert (params["h0_row"], params["ht_row"]) == (size + 4 * i, size + 4 * i)
+    assert len(made) == 3 + 199
+    launch(x)
+    assert len(made) == 3 + 199 + 1  # it had been dropped
 
 
 @pytest.mark.parametrize("op", stage_launches.ARRAYS)

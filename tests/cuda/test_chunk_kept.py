@@ -350,22 +350,22 @@ def test_grids() -> None:
     assert [scan_outputs_kernel(n).grid(0, 64, 132) for n in (1, 2)] == [128, 64]
 
 
-def test_the_benchmark_launches_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_launches_what_a_call_launches(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from benchmarks import kept_training
 
-    seen: list[str] = []
-    monkeypatch.setattr(chunk_backward, "launch", lambda kernel, *rest: seen.append(kernel.source.name))
-    monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    inputs = draw(70, 13, 13)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
+    inputs = draw(70, 2, 2)
     kept = kept_request(inputs)
     plain = dataclasses.replace(kept, disable_recompute=False)
     steps = kept_training.steps_of(plain, kept, inputs, OutputGrads(torch.zeros_like(inputs.v), None))
-    seen.clear()
+    emulated.clear()
     steps["kept training"]()
-    prepare, outputs, reverse, grads = seen
+    prepare, outputs, reverse, grads, _ = emulated
     assert prepare.startswith("prepare") and grads.startswith("grads")
     for step, name in (("outputs", outputs), ("reverse", reverse)):
-        seen.clear()
-        steps[f"kept {step}, 1 warpgroups"]()
-        assert seen == [name]
+        for warpgroups in (1, 2):
+            emulated.clear()
+            steps[f"kept {step}, {warpgroups} warpgroups"]()
+            assert (emulated == [name]) == (warpgroups == 1) and len(emulated) == 1

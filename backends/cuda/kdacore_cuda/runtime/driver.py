@@ -122,13 +122,16 @@ class Driver:
         major, minor = (self._attribute(x, device) for x in _CAPABILITY)
         return 10 * major + minor
 
-    def clusters_at_once(self, kernel: int, cluster: int, threads: int, shared: int, device: int) -> int:
+    def clusters_at_once(
+        self, kernel: int, cluster: int, threads: int, shared: int, overlaps: bool, device: int
+    ) -> int:
         """How many clusters of a kernel with a cluster size of its own run at once, of blocks of ``threads`` and
-        ``shared`` bytes. Counts the multiprocessors that the calling thread's context may use, which are fewer
-        than the device's in a green context or an MPS partition. DriverError if refused."""
+        ``shared`` bytes; ``overlaps``: in launches that may start before the previous one has ended. Counts the
+        multiprocessors that the calling thread's context may use, which are fewer than the device's in a green
+        context or an MPS partition. DriverError if refused."""
         count = ctypes.c_int()
         attribute = launch_attribute()
-        config = launch_config(cluster, threads, shared, 0, attribute, False)
+        config = launch_config(cluster, threads, shared, 0, attribute, overlaps)
         arguments = (ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config)))
         code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
         if code == NO_CONTEXT:

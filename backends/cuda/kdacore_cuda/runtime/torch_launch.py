@@ -9,6 +9,7 @@ import torch
 
 from kdacore.arrays.torch.private import allocator as allocator
 from kdacore_cuda.runtime import driver, executor
+from kdacore_cuda.runtime.launcher import overlaps_launches
 from kdacore_cuda.runtime.program import cubin_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
         here.add_kernel(identity, cubin)
         handle = here.handle(identity, launcher.kernel.entry, launcher.shared, index)
         cluster = dict(launcher.kernel.defines)["CLUSTER"]
-        return driver.driver().clusters_at_once(handle, cluster, launcher.threads, launcher.shared, index)
+        launch = cluster, launcher.threads, launcher.shared, overlaps_launches(arch)
+        return driver.driver().clusters_at_once(handle, *launch, index)
 
 
 @cache

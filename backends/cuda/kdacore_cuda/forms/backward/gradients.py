@@ -12,8 +12,8 @@ from kdacore_cuda.forms.backward.launches import launches_of
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
+from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.launches import keeps_maps
-from kdacore_cuda.forms.segments.sizes import lengths_of
 from kdacore_cuda.forms.torch_forward import Layout, contiguous_layout, readable
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import executor, torch_launch
@@ -67,8 +67,9 @@ def saved_kind(r: Request) -> str:
     """What the forward of a request saves: as :attr:`kdacore_cuda.choice.Choice.saves`, but nothing of calls whose
     sequences have one segment."""
     saves = chosen(r).saves
-    if saves == "maps" and not keeps_maps(r, lengths_of(r).segments(-(-r.T // CHUNK_TOKENS))):
-        return ""
+    if saves == "maps":
+        segments = segment_lengths.lengths_of(r).segments(-(-r.T // CHUNK_TOKENS))
+        return saves if keeps_maps(r, segments) else ""
     return saves
 
 

@@ -62,9 +62,7 @@ class Device:
         self.launched.clear()
         self.failed.clear()
         self.run = lambda launched: None
-        self.stub.fail(None)
-        for name, value in (("multiprocessors", MULTIPROCESSORS), ("capability", 90), ("device", 0)):
-            self.number(name).value = value
+        self.stub.reset()
 
     def number(self, name: str) -> ctypes.c_int:
         """A variable of the driver library."""

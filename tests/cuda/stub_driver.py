@@ -6,12 +6,17 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kdacore_cuda.build import packaged_cubins
 from kdacore_cuda.build.packaged_executors import find_executor
+from kdacore_cuda.runtime import python_executor
 from kdacore_cuda.runtime.driver import Driver
+from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.native_executor import NativeExecutor
+from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 _SOURCE = """
 #include <stddef.h>
@@ -29,7 +34,7 @@ int cuCtxGetCurrent(void** c) { CALL(cuCtxGetCurrent); *c = current; return 0; }
 int cuCtxGetDevice(int* d) {
   CALL(cuCtxGetDevice);
   if (!contexts && !current) return 201;
-  *d = device;
+  *d = (size_t)current >= 0x200 ? (int)((size_t)current - 0x200) : device;
   return 0;
 }
 int cuCtxPushCurrent_v2(void* c) { CALL(cuCtxPushCurrent_v2); current = c; return 0; }
@@ -40,7 +45,11 @@ int cuDeviceGetAttribute(int* v, int a, int d) {
   *v = a == 16 ? multiprocessors : a == 75 ? capability / 10 : capability % 10;
   return 0;
 }
-int cuDevicePrimaryCtxRetain(void** c, int d) { CALL(cuDevicePrimaryCtxRetain); *c = (void*)(size_t)(0x200 + d); return 0; }
+int cuDevicePrimaryCtxRetain(void** c, int d) {
+  CALL(cuDevicePrimaryCtxRetain);
+  *c = (void*)(size_t)(0x200 + d);
+  return 0;
+}
 int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
 int cuKernelSetAttribute(int what, int value, void* k, int d) { CALL(cuKernelSetAttribute); ++limits; return 0; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
@@ -112,6 +121,12 @@ class StubDriver:
         if on_memory is not None:
             self._set("on_memory", _OnMemory(on_memory))
 
+    def reset(self) -> None:
+        """Nothing fails, all threads have a context, and the device is number 0, an H200."""
+        self.fail(None)
+        for name, value in (("multiprocessors", 132), ("capability", 90), ("device", 0), ("contexts", 1)):
+            self.number(name).value = value
+
     def _set(self, name: str, callback: Any) -> None:
         self._callbacks.append(callback)
         _P.in_dll(self.library, name).value = ctypes.cast(callback, _P).value
@@ -131,9 +146,7 @@ class StubDriver:
         found = find_executor()
         assert isinstance(found, Path), found
         copies = len(list(self.folder.glob("executor*.so")))
-        return NativeExecutor(
-            Path(shutil.copy(found, self.folder / f"executor{copies}.so")), str(self.path)
-        )
+        return NativeExecutor(Path(shutil.copy(found, self.folder / f"executor{copies}.so")), str(self.path))
 
     def driver(self) -> Driver:
         """This library as Python calls it."""
@@ -181,14 +194,22 @@ class Recorder:
         config, attributes = pointer.contents, []
         for i in range(config.attribute_count):
             at = config.attributes + 72 * i
-            attributes.append(
-                (ctypes.c_int.from_address(at).value, ctypes.c_int.from_address(at + 8).value)
-            )
+            attributes.append((ctypes.c_int.from_address(at).value, ctypes.c_int.from_address(at + 8).value))
         place = tuple(config.grid), tuple(config.block), config.shared, config.stream or 0
-        self._events.append(
-            Launched(*place, tuple(attributes), ctypes.string_at(parameters, handle or 0))
-        )
+        self._events.append(Launched(*place, tuple(attributes), ctypes.string_at(parameters, handle or 0)))
         return 0
 
     def _memory(self, to: int | None, source: int | None, size: int) -> None:
         self._events.append(Memory(to or 0, source, size))
+
+    def executor(self, name: str, first_number: int | None = None) -> Executor:
+        """A new one, ``native`` or ``python``, that launches here. ``first_number``: that of its first launch."""
+        if name == "native":
+            native = self.stub.native_executor()
+            if first_number is not None:
+                folder = str(packaged_cubins.FOLDER).encode()
+                assert native.library.kdacore_open(str(self.stub.path).encode(), folder, first_number) is None
+            return native
+        if first_number is not None:
+            python_executor.NUMBERS = count(first_number)
+        return PythonExecutor(self.stub.driver())

@@ -176,7 +176,7 @@ def test_an_argument_in_other_memory_than_its_result_is_copied(either_handler: D
     ids=["short", "format", "arrays", "dtype", "numbers of its own"],
 )
 def test_programs_of_another_version_are_refused(either_handler: Device, change: Any) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="another version|another call|no program"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version of kdacore, or is damaged"):
         custom_call(change(words(Clear("y", "all"))))
 
 

@@ -107,7 +107,9 @@ def test_launches_are_those_of_torch(
             for step, grid, packed in launches_of(program, values):
                 params = step.launcher.params
                 names = [field for field, _ in params.fields]
-                made.append((step.launcher, grid, dict(zip(names, params.packer.unpack(packed), strict=True))))
+                made.append(
+                    (step.launcher, grid, dict(zip(names, params.packer.unpack(packed), strict=True)))
+                )
 
         return start
 

@@ -48,8 +48,8 @@ PARAMS = {
 }
 FIELDS: dict[str, Value] = {"launch": LAUNCH, "moved": ("c", "offset"), "none": NOTHING}
 GIVEN: dict[str, float] = {
-    **{"stride": -(2**40) - 3, "count": 2**31 - 1, "scale": -0.3, "negative": -7, "offset": 2**33 + 16},
-    **{"blocks": 5, "no blocks": 0, "bytes": 48, "no bytes": 0},
+    "stride": -(2**40) - 3, "count": 2**31 - 1, "scale": -0.3, "negative": -7, "offset": 2**33 + 16,
+    "blocks": 5, "no blocks": 0, "bytes": 48, "no bytes": 0,
 }
 
 

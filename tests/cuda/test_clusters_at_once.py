@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
-from stub_driver import EXECUTORS, Stub
+from recording_driver import EXECUTORS, Stub
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters

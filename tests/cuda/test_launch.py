@@ -13,7 +13,7 @@ import emulator
 import pytest
 import torch
 from emulator import STRUCTS
-from stub_driver import EXECUTORS, Seen, Stub
+from recording_driver import EXECUTORS, Seen, Stub
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import kernel_parameters

@@ -10,7 +10,7 @@ import pytest
 import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
-from stub_driver import EXECUTORS, Stub
+from recording_driver import EXECUTORS, Stub
 
 from kdacore.types import (
     ChunkInputs,

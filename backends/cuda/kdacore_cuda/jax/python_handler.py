@@ -10,7 +10,7 @@ import ctypes
 from typing import Any, NamedTuple
 
 from kdacore_cuda.jax.xla_interface import Handler
-from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError, PythonExecutor
+from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError, PythonExecutor, damaged
 
 _P, _I64, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_int
 _METADATA_EXTENSION, _EXECUTE, _ARRAY, _S64 = 1, 3, 1, 5
@@ -136,7 +136,7 @@ def _program(attrs: Any) -> list[int]:
             array = ctypes.cast(attrs.items[i], ctypes.POINTER(_Array)).contents
             if array.dtype == _S64:
                 return list((_I64 * array.size).from_address(array.data))
-    raise ValueError("the call has no program")
+    raise damaged("it has no program")
 
 
 def _error(frame: Any, refusal: _Refusal) -> int:

@@ -11,9 +11,9 @@ from kdacore_cuda.jax import python_handler
 from kdacore_cuda.jax.xla_interface import Handler
 from kdacore_cuda.runtime import driver, executor
 from kdacore_cuda.runtime.native_executor import NativeExecutor
-from kdacore_cuda.runtime.python_executor import PythonExecutor
+from kdacore_cuda.runtime.program import FORMAT
 
-TARGET = "kdacore_cuda.launch.2"
+TARGET = f"kdacore_cuda.launch.{FORMAT}"
 """What XLA knows the handler by. The number is the format of the programs that it is given."""
 
 
@@ -30,7 +30,7 @@ def load() -> Handler:
     here = executor.executor()
     if isinstance(here, NativeExecutor):
         return native_handler(here)
-    return python_handler.make_handler(PythonExecutor(driver.driver()))
+    return python_handler.make_handler(here)
 
 
 _lock = threading.Lock()

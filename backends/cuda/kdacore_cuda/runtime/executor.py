@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
 
 from kdacore.errors import PerformanceWarning
 from kdacore_cuda.build import packaged_executors
@@ -13,18 +12,8 @@ from kdacore_cuda.runtime.native_executor import NativeExecutor
 from kdacore_cuda.runtime.program import Program, Start
 from kdacore_cuda.runtime.python_executor import PythonExecutor
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
-class Executor(Protocol):
-    """What makes the launches of programs."""
-
-    def add_kernel(self, identity: int, cubin: bytes) -> None: ...
-
-    def handle(self, identity: int, entry: str, shared: int, device: int) -> int: ...
-
-    def start(self, words: np.ndarray[tuple[int], np.dtype[np.int64]], device: int) -> Start: ...
+Executor = NativeExecutor | PythonExecutor
+"""What makes the launches of programs."""
 
 
 @cache

@@ -20,8 +20,9 @@ from kdacore_cuda.runtime.launcher import STATIC_SHARED
 NUMBERS = count(secrets.randbits(62))
 """A different number for every call, which uninitialised memory does not hold by chance. Flags in device memory count
 as raised when they hold it."""
-_ARGUMENTS, _OWN, _STEPS = slice(3, 6), 6, 7
+_ARGUMENTS, _NUMBERS, _OWN, _STEPS = slice(3, 6), 5, 6, 7
 """Places in the header."""
+_MOST_BLOCKS = 2**31 - 1
 
 
 class ProgramError(ValueError):
@@ -32,12 +33,25 @@ class DeviceMismatchError(RuntimeError):
     """A program was made for another device than the current one."""
 
 
+def damaged(what: str) -> ProgramError:
+    """The error of a program of which ``what`` is wrong."""
+    return ProgramError(f"the call was compiled by another version of kdacore, or is damaged: {what}")
+
+
+def too_many(what: str) -> ProgramError:
+    """The error of a step with such a size."""
+    return ProgramError(f"{what}: the call is damaged, or too large")
+
+
 def steps_of(words: list[int]) -> Iterator[list[int]]:
-    """The steps of a program, one after another."""
+    """The steps of a program, one after another. Raises ProgramError where one is cut off."""
     at = programs.HEADER_WORDS + words[_OWN]
     for _ in range(words[_STEPS]):
-        yield words[at : at + words[at + 1]]
-        at += words[at + 1]
+        length = words[at + 1] if at + 2 <= len(words) else -1
+        if not 2 <= length <= len(words) - at:
+            raise damaged("the length of a step")
+        yield words[at : at + length]
+        at += length
 
 
 def parameters(step: list[int], values: list[int]) -> bytes:
@@ -87,20 +101,24 @@ class PythonExecutor:
         Raises ProgramError, DeviceMismatchError or DriverError.
         """
         if len(words) < programs.HEADER_WORDS or words[0] != programs.MAGIC << 8 | programs.FORMAT:
-            raise ProgramError("the call was compiled by another version of kdacore")
+            raise damaged("its format")
+        if words[_OWN] not in (0, words[_NUMBERS]):
+            raise damaged("its values")
         own = words[programs.HEADER_WORDS : programs.HEADER_WORDS + words[_OWN]]
         values = [next(NUMBERS), *given, *own]
         if len(values) != 1 + sum(words[_ARGUMENTS]):
-            raise ProgramError("the program is of another call")
+            raise damaged("its values")
         here = self._check_device(words, device)
         for step in steps_of(words):
-            if step[0] == programs.CLEAR:
-                self.driver.clear(values[step[2]], values[step[3]], stream)
+            if step[0] == programs.KERNEL:
+                if values[step[7]]:
+                    self._launch(step, values, stream, here)
+            elif step[0] == programs.CLEAR:
+                self._clear(values[step[2]], values[step[3]], stream)
             elif step[0] == programs.COPY:
-                if values[step[2]] != values[step[3]]:
-                    self.driver.copy(values[step[2]], values[step[3]], values[step[4]], stream)
-            elif values[step[7]]:
-                self._launch(step, values, stream, here)
+                self._copy(values[step[2]], values[step[3]], values[step[4]], stream)
+            else:
+                raise damaged("an unknown step")
 
     def _check_device(self, words: list[int], device: int | None) -> int:
         here = self.driver.current_device(or_that_of=device)
@@ -112,13 +130,27 @@ class PythonExecutor:
             )
         return here
 
+    def _clear(self, array: int, size: int, stream: int) -> None:
+        if size < 0:
+            raise too_many(f"clearing {size} bytes")
+        self.driver.clear(array, size, stream)
+
+    def _copy(self, argument: int, result: int, size: int, stream: int) -> None:
+        if size < 0:
+            raise too_many(f"a copy of {size} bytes")
+        if argument != result:
+            self.driver.copy(argument, result, size, stream)
+
     def _launch(self, step: list[int], values: list[int], stream: int, device: int) -> None:
         entry = struct.pack("<4q", *step[3:7]).rstrip(b"\0").decode()
         handle = self.handle(step[2] & (2**64 - 1), entry, step[9], device)
         buffer = ctypes.create_string_buffer(parameters(step, values))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         attribute = launch_attribute()
-        config = launch_config(values[step[7]], step[8], step[9], stream, attribute, bool(step[10]))
+        blocks = values[step[7]]
+        if not 0 < blocks <= _MOST_BLOCKS:
+            raise too_many(f"a launch of {blocks} blocks")
+        config = launch_config(blocks, step[8], step[9], stream, attribute, bool(step[10]))
         arguments = (ctypes.addressof(config), handle, ctypes.addressof(pointers), None)
         self.driver.check("cuLaunchKernelEx", self.driver.launch(*arguments))
 

@@ -119,6 +119,7 @@ const char* kdacore_open(const char* library, const char* folder, int64_t number
   for (size_t i = 0; i < sizeof driver_functions / sizeof *driver_functions; ++i) {
     *driver_functions[i].at = dlsym(loaded, driver_functions[i].name);
     if (!*driver_functions[i].at) {
+      memset(&driver, 0, sizeof driver);
       snprintf(problem, sizeof problem, "%s has no %s", library, driver_functions[i].name);
       return problem;
     }
@@ -149,16 +150,22 @@ static Kernel* find(uint64_t id) { /* under the lock; NULL: the table is full */
   return NULL;
 }
 
+/* Of a kernel that was just looked for and has no cubin: its place is free again. */
+static void forget(Kernel* kernel) {
+  if (kernel->id) --kernel_count;
+  kernel->id = 0;
+}
+
 /* Keep a copy of a cubin. Returns 0, or 1 where there is no room. */
 int kdacore_add_kernel(uint64_t id, const void* cubin, size_t size) {
-  int failed = 1;
   pthread_mutex_lock(&lock);
-  Kernel* kernel = find(id);
+  Kernel* kernel = id ? find(id) : NULL;
   if (kernel && !kernel->cubin) {
     kernel->cubin = malloc(size);
     if (kernel->cubin) memcpy(kernel->cubin, cubin, size);
+    else forget(kernel);
   }
-  failed = !kernel || !kernel->cubin;
+  int failed = !kernel || !kernel->cubin;
   pthread_mutex_unlock(&lock);
   return failed;
 }
@@ -205,6 +212,12 @@ static int malformed(Failure* failure, const char* what) {
   return wrong(failure, INVALID, text);
 }
 
+static int too_many(Failure* failure, const char* step, int64_t count, const char* of) {
+  char text[128];
+  snprintf(text, sizeof text, "%s %lld %s: the call is damaged, or too large", step, (long long)count, of);
+  return wrong(failure, INVALID, text);
+}
+
 /* --- one call -------------------------------------------------------------------------------- */
 
 int kdacore_is_program(const Program* program, Failure* failure) {
@@ -224,13 +237,13 @@ int kdacore_is_program(const Program* program, Failure* failure) {
 static int check_device(const Program* program, int index, Failure* failure) {
   if (index < 0 || index >= DEVICES) return wrong(failure, DEVICE, "more than 64 GPUs in one process");
   Device* device = &devices[index];
-  if (!device->known) {
+  if (!__atomic_load_n(&device->known, __ATOMIC_ACQUIRE)) {
     int major = 0, minor = 0, status = driver.cuDeviceGetAttribute(&major, CAPABILITY_MAJOR, index);
     if (!status) status = driver.cuDeviceGetAttribute(&minor, CAPABILITY_MINOR, index);
     if (!status) status = driver.cuDeviceGetAttribute(&device->multiprocessors, MULTIPROCESSORS, index);
     if (status) return refused(failure, "cuDeviceGetAttribute", status);
     device->capability = 10 * major + minor;
-    device->known = 1;
+    __atomic_store_n(&device->known, 1, __ATOMIC_RELEASE); /* two threads may both ask, and write the same */
   }
   if (device->capability == program->words[1] && device->multiprocessors == program->words[2]) return 0;
   char text[256];
@@ -275,6 +288,7 @@ static int prepare(uint64_t id, const void* entry, int shared, int device, void*
       else kernel->shared[device] = shared;
     }
     driver.cuThreadExchangeStreamCaptureMode(&mode);
+    if (!kernel->cubin) forget(kernel);
   }
   if (!failed) *handle = kernel->handle;
   pthread_mutex_unlock(&lock);
@@ -312,7 +326,7 @@ static int fill(const Step* step, char* params, Failure* failure) {
     if ((width != 4 && width != 8) || at % width || at + width > bytes) return malformed(failure, "the place of a parameter");
     if (value_of(step, place[0] >> 32, &value, failure)) return 1;
     if (place[1] >= 0 && value_of(step, place[1], &more, failure)) return 1;
-    value += more;
+    value = (int64_t)((uint64_t)value + (uint64_t)more);
     memcpy(params + at, &value, (size_t)width); /* little-endian, as all machines with these GPUs */
   }
   return 0;
@@ -325,6 +339,7 @@ static int launch(const Step* step, Failure* failure) {
   int64_t grid = 0;
   if (value_of(step, w[7], &grid, failure)) return 1;
   if (!grid) return 0;
+  if (grid < 0 || grid > INT32_MAX) return too_many(failure, "a launch of", grid, "blocks");
   void *handle = NULL, *arguments[1] = {params};
   if (prepare((uint64_t)w[2], w + 3, (int)w[9], step->device, &handle, failure)) return 1;
   LaunchAttribute overlap = {.id = PROGRAMMATIC_SERIALIZATION, .value = 1};
@@ -344,6 +359,7 @@ static int clear(const Step* step, Failure* failure) {
   int64_t address = 0, bytes = 0;
   if (step->count != CLEAR_WORDS) return malformed(failure, "the length of a step");
   if (value_of(step, step->words[2], &address, failure) || value_of(step, step->words[3], &bytes, failure)) return 1;
+  if (bytes < 0) return too_many(failure, "clearing", bytes, "bytes");
   if (!bytes) return 0;
   int status = driver.cuMemsetD8Async((void*)(uintptr_t)address, 0, (size_t)bytes, step->stream);
   return status ? refused(failure, "cuMemsetD8Async", status) : 0;
@@ -355,13 +371,18 @@ static int copy(const Step* step, Failure* failure) {
   if (step->count != COPY_WORDS) return malformed(failure, "the length of a step");
   if (value_of(step, step->words[2], &from, failure) || value_of(step, step->words[3], &to, failure)) return 1;
   if (value_of(step, step->words[4], &bytes, failure)) return 1;
+  if (bytes < 0) return too_many(failure, "a copy of", bytes, "bytes");
   if (from == to || !bytes) return 0;
   int status = driver.cuMemcpyDtoDAsync_v2((void*)(uintptr_t)to, (const void*)(uintptr_t)from, (size_t)bytes, step->stream);
   return status ? refused(failure, "cuMemcpyDtoDAsync", status) : 0;
 }
 
+static int is_closed(Failure* failure) {
+  return driver.cuLaunchKernelEx ? 0 : wrong(failure, DEVICE, "the driver was not opened");
+}
+
 int kdacore_execute(const Program* program, int64_t* values, void* stream, Failure* failure) {
-  if (!driver.cuLaunchKernelEx) return wrong(failure, DEVICE, "the driver was not opened");
+  if (is_closed(failure)) return 1;
   int device = 0, status = driver.cuCtxGetDevice(&device);
   if (status) return refused(failure, "cuCtxGetDevice", status);
   if (check_device(program, device, failure)) return 1;
@@ -369,6 +390,7 @@ int kdacore_execute(const Program* program, int64_t* values, void* stream, Failu
   Step step = {.values = values, .device = device, .stream = stream};
   step.value_count = 1 + w[ARGUMENTS] + w[RESULTS] + w[NUMBERS];
   values[0] = __atomic_fetch_add(&next_number, 1, __ATOMIC_RELAXED);
+  memcpy(values + 1 + w[ARGUMENTS] + w[RESULTS], w + HEADER, (size_t)w[OWN_NUMBERS] * sizeof *values);
   int64_t at = HEADER + w[OWN_NUMBERS];
   for (int64_t i = 0; i < w[STEPS]; ++i, at += step.count) {
     step.words = w + at;
@@ -408,12 +430,14 @@ static __thread Failure last_failure;
 /* Why the thread's last call failed. */
 const Failure* kdacore_failure(void) { return &last_failure; }
 
-/* Make the launches of a program: `values` are the addresses of its arrays, then its numbers. Returns 0, or 1. */
+/* Make the launches of a program: `values` are the addresses of its arrays, then its numbers unless it has them itself.
+ * Returns 0, or 1. */
 int kdacore_run(const int64_t* words, int64_t count, const int64_t* values, int64_t value_count, void* stream) {
   int64_t all[MOST_VALUES];
   Program program = {words, count};
   if (kdacore_is_program(&program, &last_failure)) return 1;
-  if (value_count != words[ARGUMENTS] + words[RESULTS] + words[NUMBERS]) return malformed(&last_failure, "its values");
+  int64_t numbers = words[NUMBERS] - words[OWN_NUMBERS];
+  if (value_count != words[ARGUMENTS] + words[RESULTS] + numbers) return malformed(&last_failure, "its values");
   memcpy(all + 1, values, (size_t)value_count * sizeof *values);
   return kdacore_execute(&program, all, stream, &last_failure);
 }
@@ -421,6 +445,7 @@ int kdacore_run(const int64_t* words, int64_t count, const int64_t* values, int6
 /* The handle of a kernel that may use `shared` bytes on a device. Returns 0, or 1. */
 int kdacore_handle(uint64_t id, const char* entry, int shared, int device, void** handle) {
   char text[ENTRY_BYTES] = {0};
+  if (is_closed(&last_failure)) return 1;
   if (device < 0 || device >= DEVICES) return wrong(&last_failure, DEVICE, "more than 64 GPUs in one process");
   strncpy(text, entry, sizeof text);
   return prepare(id, text, shared, device, handle, &last_failure);

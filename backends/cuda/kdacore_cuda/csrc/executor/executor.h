@@ -34,7 +34,8 @@ typedef struct {
 int kdacore_is_program(const Program* program, Failure* failure);
 
 /* Make all launches of a program on a stream of the current context. values[0] is replaced by the launch number; behind
- * it are the addresses of the arrays and the numbers. Returns 0, or 1 and the failure. */
+ * it are the addresses of the arrays, then the numbers, which are replaced by the program's own if it has any. Returns
+ * 0, or 1 and the failure. */
 int kdacore_execute(const Program* program, int64_t* values, void* stream, Failure* failure);
 
 /* Make the stream's context current; what kdacore_leave needs. */

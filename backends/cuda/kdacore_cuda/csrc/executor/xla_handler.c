@@ -98,7 +98,6 @@ static XLA_FFI_Error* run(XLA_FFI_CallFrame* frame, int has_stream) {
   int64_t values[MOST_VALUES], *next = values + 1;
   for (int64_t i = 0; i < frame->args.size; ++i) *next++ = (int64_t)(uintptr_t)((const XLA_FFI_Buffer*)frame->args.args[i])->data;
   for (int64_t i = 0; i < frame->rets.size; ++i) *next++ = (int64_t)(uintptr_t)((const XLA_FFI_Buffer*)frame->rets.rets[i])->data;
-  memcpy(next, program.words + HEADER, (size_t)program.words[NUMBERS] * sizeof *next);
   int failed = kdacore_execute(&program, values, stream, &failure);
   kdacore_leave(entered);
   return failed ? fail(frame, &failure) : NULL;

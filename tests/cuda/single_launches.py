@@ -60,7 +60,8 @@ def launch(
     given, layout = readable(CHUNK, r, inputs, rows_apart=False)
     if blocks is None:
         blocks = kernel.grid(plan.numbers["units"], r.N * r.HV, multiprocessors_of(r))
-    numbers = plan.numbers | dict(zip(STRIDES, layout.strides, strict=True)) | {"blocks": blocks}
+    strides = {} if layout is None else dict(zip(STRIDES, layout.strides, strict=True))
+    numbers = plan.numbers | strides | {"blocks": blocks}
     named = {
         name: getattr(given, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
     }

@@ -10,7 +10,7 @@ import torch
 from kdacore.types import FastCall, Outputs, Request
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
-from kdacore_cuda.request_encoding import contiguous_strides, contiguous_token_strides
+from kdacore_cuda.request_encoding import contiguous_token_strides
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
@@ -20,14 +20,16 @@ _MAX_LAYOUTS = 64
 
 
 class Layout(NamedTuple):
-    """How the arrays of a call lie."""
+    """How the arrays of a call lie that are not all contiguous, or off 16 bytes."""
 
     strides: tuple[int, ...]
     """Batch, token and head strides of q, k, v, g and beta, in elements."""
     rows: tuple[int, int]
     """Elements from a row of the states read, and of those written, to the next."""
-    aligned_states: bool = True
+    aligned_states: bool
     """Every row of states begins on 16 bytes."""
+    is_plain: bool
+    """They do, and tokens are contiguous."""
 
 
 class TorchOp:
@@ -57,13 +59,15 @@ class TorchOp:
         self.launches_of, self.arrays, self.fields, self.takes_rows = launches_of, arrays, fields, takes_rows
         self.aligned_bias, self.tells_aligned_states = aligned_bias, tells_aligned_states
         self.takes_float16_gate = takes_float16_gate
-        self._calls: PlanCache[dict[Layout, FastCall]] = PlanCache(lambda request: {})
+        self.taken = [fields.index(name) for name in arrays]
+        """Places of ``arrays`` among the arguments of the op."""
+        self._calls: PlanCache[dict[Layout | None, FastCall]] = PlanCache(lambda request: {})
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
         """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
         as_given = self.takes_float16_gate or inputs.g.dtype is not torch.float16
         if as_given and all(x is None or x.is_contiguous() for x in inputs):
-            found = self._call(request, contiguous_layout(request))(inputs)
+            found = self._call(request, None)(inputs)
             if found is not None:
                 return Outputs(*found[:3], found[3:])
         return self._forward_in_readable_layout(request, inputs)
@@ -74,7 +78,7 @@ class TorchOp:
         given, layout = readable(self, request, inputs)
         return self._call(request, layout) if given is inputs else None
 
-    def _call(self, request: Request, layout: Layout) -> FastCall:
+    def _call(self, request: Request, layout: Layout | None) -> FastCall:
         calls = self._calls(request)
         found = calls.get(layout)
         if found is None:
@@ -102,30 +106,22 @@ class TorchOp:
         return Outputs(o, state, checkpoints, tuple(saved))
 
 
-def contiguous_layout(r: Request) -> Layout:
-    """That of contiguous arrays on 16 bytes."""
-    row = r.HV * r.K * r.V
-    return Layout(contiguous_token_strides(r), (row, row))
-
-
-def _make_call(op: TorchOp, r: Request, layout: Layout) -> FastCall:
-    contiguous = contiguous_layout(r)
-    launches = op.launches_of(r, layout.aligned_states and layout.strides == contiguous.strides)
+def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
+    """``layout``: None: contiguous."""
+    launches = op.launches_of(r, layout is None or layout.is_plain)
     program, arch = launches.program, launches.arch
-    numbers = program.pack_numbers(
-        launches.numbers if layout == contiguous else launches.with_layout(layout.strides, layout.rows)
-    )
-    pack, fields = program.pack_addresses, op.fields
-    taken = [fields.index(name) for name in op.arrays]
+    numbers = program.pack_numbers(launches.numbers if layout is None else launches.with_layout(*layout[:2]))
+    pack, fields, taken = program.pack_addresses, op.fields, op.taken
     out, reads = fields.index("out"), fields.index("state_indices")
-    writes, pool = fields.index("write_indices"), fields.index(r.written_pool or "initial_state")
-    must = [0, 1, 2, out] + ([] if r.scalar_gate else [3])
+    writes, pool = fields.index("write_indices"), fields.index(r.written_pool)
+    must = [0, 1, 2, out] if r.scalar_gate else [0, 1, 2, 3, out]
     if op.aligned_bias:
         must.append(fields.index("dt_bias"))
-    if op.tells_aligned_states and layout.aligned_states:
+    if op.tells_aligned_states and (layout is None or layout.aligned_states):
         must += [fields.index("initial_state"), pool]
     o_shape, state_shape, every = (r.B, r.T, r.HV, r.V), r.state_shape, r.checkpoint_every
-    o_strides, state_strides = contiguous_strides(o_shape), contiguous_strides(state_shape)
+    (_, _, rows, width), o_strides = state_shape, (r.T * r.HV * r.V, r.HV * r.V, r.V, 1)
+    state_strides = (r.HV * rows * width, rows * width, width, 1)
     state_dtype, byte, unit = getattr(torch, r.state_dtype), torch.uint8, (1,)
     in_place, returns_state = r.inplace_state, r.output_final_state
     fresh = returns_state and not in_place
@@ -183,8 +179,9 @@ def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return make(r.checkpoint_shape, dtype=dtype)
 
 
-def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout]:
-    """The arrays as kernels can read them, and how they lie: ``inputs`` itself where nothing was copied.
+def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout | None]:
+    """The arrays as kernels can read them, ``inputs`` itself where nothing was copied, and how they lie; None: all are
+    contiguous.
 
     Args:
         op: the op.
@@ -225,16 +222,15 @@ def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> t
         x is not None and (x.data_ptr() | y * size) % ALIGNMENT
         for x, y in zip(states, (rows["initial_state"], written), strict=True)
     )
-    if _is_contiguous(given):
+    of_rows, is_contiguous = (rows["initial_state"], written), all(x.is_contiguous() for x in tokens)
+    if is_contiguous:
         strides = contiguous_token_strides(r)  # of axes of one element torch's may differ
-    return given, Layout(strides, (rows["initial_state"], written), aligned_states)
+        if aligned_states and of_rows == (row, row):
+            return given, None
+    return given, Layout(strides, of_rows, aligned_states, is_contiguous and aligned_states)
 
 
 _TOKENS_AND_STATES = frozenset({"q", "k", "v", "g", "beta", "initial_state", "write_pool"})
-
-
-def _is_contiguous(given: Any) -> bool:
-    return all(x.is_contiguous() for x in (given.q, given.k, given.v, given.g, given.beta))
 
 
 def _fresh_output(r: Request, out: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.launches import keeps_maps
-from kdacore_cuda.forms.torch_forward import Layout, contiguous_layout, readable
+from kdacore_cuda.forms.torch_forward import Layout, readable
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
@@ -88,7 +88,7 @@ def make_fast_gradients(
     return FastGradients(forward, _backward_of(request, layout, InputGrads(*wanted), saved_kind(request)))
 
 
-def _backward_of(r: Request, layout: Layout, wanted: InputGrads, saved: str) -> Backward:
+def _backward_of(r: Request, layout: Layout | None, wanted: InputGrads, saved: str) -> Backward:
     known, key = _backwards(r), (layout, wanted, saved)
     found = known.get(key)
     if found is None:
@@ -98,10 +98,9 @@ def _backward_of(r: Request, layout: Layout, wanted: InputGrads, saved: str) -> 
     return found
 
 
-def _make_backward(r: Request, layout: Layout, wanted: InputGrads, saved_kind: str) -> Backward:
+def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_kind: str) -> Backward:
     first, second = launches_of(r, wanted, saved_kind)
-    is_contiguous = layout == contiguous_layout(r)
-    given = first.numbers if is_contiguous else first.with_layout(layout.strides, layout.rows)
+    given = first.numbers if layout is None else first.with_layout(layout.strides, layout.rows)
     (pack_first, numbers_first), (pack_second, numbers_second) = (
         (x.program.pack_addresses, x.program.pack_numbers(given)) for x in (first, second)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from kdacore.types import Request
@@ -11,7 +12,13 @@ from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
 from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.forms.recurrent.kernels import recurrent_launcher
 from kdacore_cuda.kernel_parameters import FLAGS, GATES
-from kdacore_cuda.request_encoding import contiguous_token_strides, division, is_int64, token_flags, type_code
+from kdacore_cuda.request_encoding import (
+    contiguous_token_strides,
+    division,
+    dtypes_of,
+    token_flags,
+    type_codes,
+)
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.program import Launch, Program
 
@@ -39,24 +46,25 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     """The launch of a call by the kernel ``mode``, or by that for contiguous arrays."""
     mode = chosen(r).mode if mode is None else mode
     kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", mode
-    written, row = r.written_indices if r.inplace_state else "", r.HV * r.K * r.V
-    rows_read, rows_written = _width(r, "state_indices"), _width(r, written)
+    dtypes, row = dtypes_of(r), r.HV * r.K * r.V
+    written = r.written_indices if r.inplace_state else ""
+    rows_read, rows_written = _width(r, dtypes, "state_indices"), _width(r, dtypes, written)
     scatter = rows_written > 0 and r.spec(written).shape[1:] != () and (r.packed or r.T > 1)
     flags = (
-        token_flags(r)
+        token_flags(r, dtypes)
         | FLAGS["SCALAR_GATE"] * r.scalar_gate
-        | FLAGS["INDEX64"] * is_int64(r, "state_indices")
-        | FLAGS["ACCEPTED64"] * is_int64(r, "num_accepted_tokens")
-        | FLAGS["WRITES64"] * is_int64(r, written)
+        | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
+        | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
+        | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
         | FLAGS["INDEXED_OUT"] * (rows_written > 0 and not scatter)
         | FLAGS["SCATTER_TOKENS"] * scatter
-        | FLAGS["CLEAR_TAIL"] * (r.packed and not r.has("out"))
+        | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
     )
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
     values = (
         *(*contiguous_token_strides(r), row, row, hv_factor, group_factor, rows_read, rows_written),
         *(r.N, r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= FULL_DEVICE_ITEMS, r.null_index),
-        *(GATES[r.gate], flags, *[type_code(r, name) for name in ("v", "g", "beta", "dt_bias")]),
+        *(GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
         *(r.scale, r.lower_bound or 0.0, grid_blocks(r, recurrent_tile(*kind))),
     )
     return Launches(_program(*kind), dict(zip(_NUMBERS, values, strict=True)), arch_of(r))
@@ -68,8 +76,9 @@ def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Pr
     return Program((Launch("recurrent", launcher, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 
-def _width(r: Request, name: str) -> int:
+def _width(r: Request, dtypes: Mapping[str, str], name: str) -> int:
     """Rows that an index array names for each sequence; 0 if it was not given."""
-    if not name or not r.has(name):
+    if name not in dtypes:
         return 0
-    return r.spec(name).shape[1] if len(r.spec(name).shape) == 2 else 1
+    shape = r.spec(name).shape
+    return shape[1] if len(shape) == 2 else 1

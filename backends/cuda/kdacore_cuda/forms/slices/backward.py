@@ -32,7 +32,7 @@ class Pending(NamedTuple):
 
     arrays: dict[str, Any]
     """Arguments as kernels read them, ``d_o``, and the buffers."""
-    layout: Layout
+    layout: Layout | None
 
 
 def backward_begin(

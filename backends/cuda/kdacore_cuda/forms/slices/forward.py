@@ -24,7 +24,7 @@ class Pending(NamedTuple):
 
     arrays: dict[str, torch.Tensor | None]
     """Arguments as kernels read them, and the buffers ``workspace`` and ``saved``."""
-    layout: Layout
+    layout: Layout | None
 
 
 def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -> SliceForward:
@@ -86,7 +86,8 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
     return Outputs(o, final, checkpoints, saved)
 
 
-def run(launches: Launches, layout: Layout, like: torch.Tensor, arrays: dict[str, Any]) -> None:
+def run(launches: Launches, layout: Layout | None, like: torch.Tensor, arrays: dict[str, Any]) -> None:
     """Make launches of arrays that lie so, on ``like``'s device. Raises BackendBuildError or DriverError."""
-    numbers = launches.program.pack_numbers(launches.with_layout(layout.strides, layout.rows))
-    torch_launch.run(launches.program, numbers, launches.arch, like, arrays)
+    given = launches.numbers if layout is None else launches.with_layout(layout.strides, layout.rows)
+    packed = launches.program.pack_numbers(given)
+    torch_launch.run(launches.program, packed, launches.arch, like, arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -218,9 +219,9 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     request = dataclasses.replace(_request("chunk_kda"), device=HOPPER, kind="jax")
     given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
     text = lowered(lambda x: jax_chunk.forward(request, ChunkInputs(**x)).o, given)
-    assert text.count("custom_call @kdacore_cuda.launch.3") == 1 and "output_operand_alias" not in text
+    assert text.count(f"custom_call @{xla_handler.TARGET}(") == 1 and "output_operand_alias" not in text
     text = lowered(lambda x: jax_chunk.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
-    assert text.count("custom_call @kdacore_cuda.launch.3") == 2
+    assert text.count(f"custom_call @{xla_handler.TARGET}(") == 2
 
     given = {
         n: jax.ShapeDtypeStruct((B, 1, *a.shape[2:]) if n in "qkvg beta" else a.shape, a.dtype)
@@ -348,3 +349,8 @@ def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch)
     assert device_figures.planned(there).device.index == 1
     for function in functions:
         function.cache_clear()
+
+
+def test_the_guide_names_the_target_that_exports_allow() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "jax.md"
+    assert {*re.findall(r"kdacore_cuda\.launch\.\w+", guide.read_text())} == {xla_handler.TARGET}

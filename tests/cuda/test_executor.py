@@ -8,6 +8,7 @@ import itertools
 import mmap
 import random
 import shutil
+import struct
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -48,8 +49,15 @@ PARAMS = {
 }
 FIELDS: dict[str, Value] = {"launch": LAUNCH, "moved": ("c", "offset"), "none": NOTHING}
 GIVEN: dict[str, float] = {
-    "stride": -(2**40) - 3, "count": 2**31 - 1, "scale": -0.3, "negative": -7, "offset": 2**33 + 16,
-    "blocks": 5, "no blocks": 0, "bytes": 48, "no bytes": 0,
+    "stride": -(2**40) - 3,
+    "count": 2**31 - 1,
+    "scale": -0.3,
+    "negative": -7,
+    "offset": 2**33 + 16,
+    "blocks": 5,
+    "no blocks": 0,
+    "bytes": 48,
+    "no bytes": 0,
 }
 
 
@@ -558,6 +566,34 @@ def test_steps_that_name_what_no_call_gives() -> None:
         make(launch("wide", scale="count"))
     with pytest.raises(KeyError, match="blocks"):
         make(launch("narrow")).pack_numbers({"scale": 1.0})
+
+
+def test_numbers_too_large_for_their_fields() -> None:
+    """Only those of 32-bit fields have that limit; one with another use has none."""
+    program = make(launch("wide"))
+    for name, value in (
+        ("count", 2**31),
+        ("negative", -(2**31) - 1),
+        ("stride", 2**63),
+        ("blocks", -(2**63) - 1),
+    ):
+        with pytest.raises(struct.error):
+            program.pack_numbers(GIVEN | {name: value})
+    assert program.pack_numbers(GIVEN | {"stride": 2**31})
+    assert make(launch("wide", negative="stride")).pack_numbers(GIVEN)
+
+
+def test_a_number_in_fields_of_both_widths(recorder: Recorder) -> None:
+    (launched,) = both(recorder, call(make(launch("wide", stride="negative", unset="count"))))
+    assert isinstance(launched, Launched)
+    seen = dict(
+        zip(
+            [x for x, _ in PARAMS["wide"].fields],
+            PARAMS["wide"].packer.unpack(launched.parameters),
+            strict=True,
+        )
+    )
+    assert seen["stride"] == seen["negative"] == -7 and seen["unset"] == seen["count"] == 2**31 - 1
 
 
 def test_entries_have_a_longest_name() -> None:

@@ -28,9 +28,10 @@ from kdacore_cuda.jax import chunk as jax_chunk
 from kdacore_cuda.jax import recurrent as jax_recurrent
 from kdacore_cuda.jax import xla_handler, xla_interface
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
-from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime import device_figures, executor
 from kdacore_cuda.runtime import program as programs
 from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
+from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 pytestmark = pytest.mark.quick
 
@@ -203,6 +204,15 @@ def one_launch(identity: int, entry: bytes) -> Any:
 def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="no machine code 0000000000001234"):
         custom_call(one_launch(0x1234, b"sums"))
+
+
+def test_the_handler_launches_by_the_executor_of_the_process(
+    from_jax: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which knows the kernels of eager calls, and has warned where it is the one in Python."""
+    for here in (from_jax.stub.native_executor(), PythonExecutor(from_jax.stub.driver())):
+        monkeypatch.setattr(executor, "executor", lambda here=here: here)
+        assert xla_handler.load().add_kernel == here.add_kernel
 
 
 def _request(op: str = "fused_recurrent_kda", **options: Any) -> Request:

@@ -143,7 +143,7 @@ class Program:
         unknown = step.fields.keys() - step.launcher.params.offsets.keys()
         if unknown:
             raise ValueError(f"{step.name}: no such fields: {', '.join(sorted(unknown))}")
-        places = []
+        places: list[tuple[int, int, str, str | None]] = []
         for field, kind in step.launcher.params.fields:
             value = step.fields.get(field, field)
             if value == NOTHING:

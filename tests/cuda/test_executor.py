@@ -8,6 +8,7 @@ import itertools
 import mmap
 import random
 import shutil
+import struct
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from kdacore_cuda.runtime import program as programs
 from kdacore_cuda.runtime.driver import DriverError
 from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.launcher import STATIC_SHARED, Launcher
-from kdacore_cuda.runtime.native_executor import NativeExecutor
+from kdacore_cuda.runtime.native_executor import NativeExecutor, _Failure
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Clear, InPlace, Launch, Program, Step, Value
 from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError, PythonExecutor
 
@@ -48,8 +49,15 @@ PARAMS = {
 }
 FIELDS: dict[str, Value] = {"launch": LAUNCH, "moved": ("c", "offset"), "none": NOTHING}
 GIVEN: dict[str, float] = {
-    "stride": -(2**40) - 3, "count": 2**31 - 1, "scale": -0.3, "negative": -7, "offset": 2**33 + 16,
-    "blocks": 5, "no blocks": 0, "bytes": 48, "no bytes": 0,
+    "stride": -(2**40) - 3,
+    "count": 2**31 - 1,
+    "scale": -0.3,
+    "negative": -7,
+    "offset": 2**33 + 16,
+    "blocks": 5,
+    "no blocks": 0,
+    "bytes": 48,
+    "no bytes": 0,
 }
 
 
@@ -322,20 +330,17 @@ def test_starts_are_made_once_for_each_device(recorder: Recorder, monkeypatch: p
     assert len(recorder.take()) == 1
 
 
-CALLS = {
-    "cuCtxGetDevice": 1,
-    "cuDeviceGetAttribute": 1,
-    "cuLibraryLoadData": 1,
-    "cuLibraryGetKernel": 1,
-    "cuKernelSetAttribute": 1,
-    "cuMemcpyDtoDAsync": 0,
-    "cuMemsetD8Async": 0,
-    "cuLaunchKernelEx": 0,
+DONE = {
+    **dict.fromkeys(("cuCtxGetDevice", "cuDeviceGetAttribute", "cuMemcpyDtoDAsync"), 0),
+    "cuMemsetD8Async": 1,
+    **dict.fromkeys(
+        ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuLaunchKernelEx"), 2
+    ),
 }
-"""Functions of the driver, and whether only a kernel's first launch on a device calls them in the native executor."""
+"""Functions of the driver, and how many of a copy, clearing memory and a launch are done if they fail."""
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", DONE)
 def test_errors_of_the_driver(either: Executor, recorder: Recorder, name: str) -> None:
     """What comes after the call that failed is not done; the next call does all."""
     steps = (InPlace("c", "result", "bytes"), Clear("a", "bytes"), launch("wide", shared=60_000))
@@ -344,8 +349,7 @@ def test_errors_of_the_driver(either: Executor, recorder: Recorder, name: str) -
     with pytest.raises(DriverError, match="CUDA_ERROR_STUB") as raised:
         made.start(either)
     assert (raised.value.call, raised.value.code, raised.value.text) == (name, 42, "CUDA_ERROR_STUB")
-    done = {"cuMemcpyDtoDAsync": 0, "cuMemsetD8Async": 1, "cuCtxGetDevice": 0, "cuDeviceGetAttribute": 0}
-    assert len(recorder.take()) == done.get(name, 2)
+    assert len(recorder.take()) == DONE[name]
     recorder.stub.fail(None)
     made.start(either)
     assert len(recorder.take()) == 3
@@ -374,9 +378,7 @@ def test_a_thread_without_a_context_gets_torchs(either: Executor, recorder: Reco
 
     def run() -> None:
         made.start(either, device=5)
-        context = ctypes.c_void_p()
-        recorder.stub.library.cuCtxGetCurrent(ctypes.byref(context))
-        found.append(context.value)
+        found.append(current(recorder))
 
     assert in_a_thread(run) is None
     assert found == [0x200 + 5] and len(recorder.take()) == 2
@@ -399,6 +401,37 @@ def test_a_context_that_is_lost_is_no_missing_one(either: Executor, recorder: Re
     with pytest.raises(DriverError, match="cuLaunchKernelEx"):
         call(make(Clear("a", "bytes"), launch("wide"))).start(either)
     assert len(recorder.take()) == 1
+
+
+def current(recorder: Recorder) -> int | None:
+    """The context of this thread."""
+    context = ctypes.c_void_p()
+    recorder.stub.library.cuCtxGetCurrent(ctypes.byref(context))
+    return context.value
+
+
+def test_the_context_of_xlas_stream_is_current_meanwhile(recorder: Recorder) -> None:
+    native, here = recorder.executor("native").library, recorder.stub.driver()
+    entered, inner, failure = ctypes.c_void_p(), ctypes.c_void_p(), _Failure()
+    stream, why = ctypes.c_void_p(STREAM), ctypes.byref(failure)
+    enter = stream, ctypes.byref(entered), why
+    native.kdacore_leave.argtypes = [ctypes.c_void_p]
+    assert current(recorder) is None
+    assert native.kdacore_enter(*enter) == 0 and current(recorder) == 0x100
+    assert native.kdacore_enter(stream, ctypes.byref(inner), why) == 0
+    native.kdacore_leave(inner)  # it was current already, and stays so
+    assert current(recorder) == 0x100
+    native.kdacore_leave(entered)
+    assert current(recorder) is None
+    with here.context_of(STREAM) as found:
+        assert found == STREAM and current(recorder) == 0x100
+    assert current(recorder) is None
+    for name, said in (("cuStreamGetCtx", b"cuStreamGetCtx"), ("cuCtxPushCurrent_v2", b"cuCtxPushCurrent")):
+        recorder.stub.fail(name, 9)
+        assert native.kdacore_enter(*enter) == 1
+        assert (failure.kind, failure.status, failure.call) == (2, 9, said) and entered.value is None
+        native.kdacore_leave(entered)
+        assert current(recorder) is None
 
 
 WILD = (
@@ -558,6 +591,34 @@ def test_steps_that_name_what_no_call_gives() -> None:
         make(launch("wide", scale="count"))
     with pytest.raises(KeyError, match="blocks"):
         make(launch("narrow")).pack_numbers({"scale": 1.0})
+
+
+def test_numbers_too_large_for_their_fields() -> None:
+    """Only those of 32-bit fields have that limit; one with another use has none."""
+    program = make(launch("wide"))
+    for name, value in (
+        ("count", 2**31),
+        ("negative", -(2**31) - 1),
+        ("stride", 2**63),
+        ("blocks", -(2**63) - 1),
+    ):
+        with pytest.raises(struct.error):
+            program.pack_numbers(GIVEN | {name: value})
+    assert program.pack_numbers(GIVEN | {"stride": 2**31})
+    assert make(launch("wide", negative="stride")).pack_numbers(GIVEN)
+
+
+def test_a_number_in_fields_of_both_widths(recorder: Recorder) -> None:
+    (launched,) = both(recorder, call(make(launch("wide", stride="negative", unset="count"))))
+    assert isinstance(launched, Launched)
+    seen = dict(
+        zip(
+            [x for x, _ in PARAMS["wide"].fields],
+            PARAMS["wide"].packer.unpack(launched.parameters),
+            strict=True,
+        )
+    )
+    assert seen["stride"] == seen["negative"] == -7 and seen["unset"] == seen["count"] == 2**31 - 1
 
 
 def test_entries_have_a_longest_name() -> None:

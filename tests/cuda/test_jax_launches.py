@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,10 @@ from kdacore_cuda.jax import chunk as jax_chunk
 from kdacore_cuda.jax import recurrent as jax_recurrent
 from kdacore_cuda.jax import xla_handler, xla_interface
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
-from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime import device_figures, executor
 from kdacore_cuda.runtime import program as programs
 from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
+from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 pytestmark = pytest.mark.quick
 
@@ -204,6 +206,15 @@ def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
         custom_call(one_launch(0x1234, b"sums"))
 
 
+def test_the_handler_launches_by_the_executor_of_the_process(
+    from_jax: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which knows the kernels of eager calls, and has warned where it is the one in Python."""
+    for here in (from_jax.stub.native_executor(), PythonExecutor(from_jax.stub.driver())):
+        monkeypatch.setattr(executor, "executor", lambda here=here: here)
+        assert xla_handler.load().add_kernel == here.add_kernel
+
+
 def _request(op: str = "fused_recurrent_kda", **options: Any) -> Request:
     inputs = RecurrentInputs if op != "chunk_kda" else ChunkInputs
     return request_of(op, inputs(**arrays()), **MODEL, **options)
@@ -218,9 +229,9 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     request = dataclasses.replace(_request("chunk_kda"), device=HOPPER, kind="jax")
     given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
     text = lowered(lambda x: jax_chunk.forward(request, ChunkInputs(**x)).o, given)
-    assert text.count("custom_call @kdacore_cuda.launch.3") == 1 and "output_operand_alias" not in text
+    assert text.count(f"custom_call @{xla_handler.TARGET}(") == 1 and "output_operand_alias" not in text
     text = lowered(lambda x: jax_chunk.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
-    assert text.count("custom_call @kdacore_cuda.launch.3") == 2
+    assert text.count(f"custom_call @{xla_handler.TARGET}(") == 2
 
     given = {
         n: jax.ShapeDtypeStruct((B, 1, *a.shape[2:]) if n in "qkvg beta" else a.shape, a.dtype)
@@ -348,3 +359,8 @@ def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch)
     assert device_figures.planned(there).device.index == 1
     for function in functions:
         function.cache_clear()
+
+
+def test_the_guide_names_the_target_that_exports_allow() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "jax.md"
+    assert {*re.findall(r"kdacore_cuda\.launch\.\w+", guide.read_text())} == {xla_handler.TARGET}

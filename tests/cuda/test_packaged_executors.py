@@ -70,6 +70,7 @@ def test_those_of_other_sources_are_not_loaded(
 ) -> None:
     sources = Path(shutil.copytree(packaged_executors.SOURCES, tmp_path / "sources"))
     monkeypatch.setattr(packaged_executors, "SOURCES", sources)
+    (sources / "executor.c~").write_text("what an editor leaves")
     assert isinstance(find_executor(), Path)
     header = sources / "executor.h"
     if change == "a file changed":

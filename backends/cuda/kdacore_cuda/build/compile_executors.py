@@ -63,7 +63,7 @@ def compile_executor(target: str) -> bytes:
 def build_all(folder: Path = FOLDER) -> dict[str, Row]:
     """Compile the executor for every machine into ``folder``, and write the manifest there.
 
-    Libraries that it does not name are removed. Raises as :func:`compile_handler`, and OSError when
+    Libraries that it does not name are removed. Raises as :func:`compile_executor`, and OSError when
     the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ content; ``ziglang``: the compiler's version."""
 
 def source_hash() -> str:
     """sha256 (hex) of the executor's sources. OSError when one is missing."""
-    text = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    text = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]")))
     return hashlib.sha256(text).hexdigest()
 
 

@@ -14,8 +14,8 @@ STRIDES = tuple(f"{name}_{axis}" for name in TOKENS for axis in ("sb", "st", "sh
 ROWS = ("h0_row", "ht_row")
 """Those that are elements from a row of the states read, and of those written, to the next."""
 RESULTS = ("o", "final_state", "write_indices", "checkpoints", "workspace", "saved")
-"""The last arrays of every forward's program: results, the rows of pools that are written, and buffers. ``final_state``:
-where states are written, the pool where that is done in place."""
+"""The last arrays of every forward's program: results, the rows of pools that are written, and buffers.
+``final_state``: where states are written, the pool where that is done in place."""
 FORWARD_ARGUMENTS = (
     *(*TOKENS, "A_log", "dt_bias", "cu_seqlens", "initial_state"),
     *("state_indices", "has_initial_state", "checkpoint_offsets", "checkpoint_indices"),

@@ -31,9 +31,8 @@ class NativeExecutor:
     """
 
     def __init__(self, path: Path, library: str = driver.LIBRARY) -> None:
-        self.library = native = ctypes.PyDLL(
-            str(path)
-        )  # calls take microseconds, less than releasing the lock
+        # PyDLL, since calls take microseconds, less than releasing the interpreter's lock.
+        self.library = native = ctypes.PyDLL(str(path))
         native.kdacore_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _I64]
         native.kdacore_open.restype = ctypes.c_char_p
         native.kdacore_add_kernel.argtypes = [ctypes.c_uint64, ctypes.c_char_p, _SIZE]

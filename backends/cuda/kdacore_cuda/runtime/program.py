@@ -1,9 +1,10 @@
 """A call's launches as data. Forms describe them here; the executor makes them (:mod:`kdacore_cuda.runtime.executor`),
 whoever calls: eager torch, autograd, CUDA graphs, ranks and XLA's programs.
 
-A program is a list of steps and the names of the values they take: arrays, of which a call gives addresses, and numbers,
-such as its lengths. A value goes to the field of the kernels' parameters that has its name, so a step names only what is
-called otherwise. Programs do not depend on lengths: all calls that launch the same kernels have the same one.
+A program is a list of steps and the names of the values they take: arrays, of which a call gives addresses, and
+numbers, such as its lengths. A value goes to the field of the kernels' parameters that has its name, so a step names
+only what is called otherwise. Programs do not depend on lengths: all calls that launch the same kernels have the same
+one.
 
 For the executor a program is a row of 64-bit words: a header, then the program's own numbers (or none, if calls give
 them), then its steps.
@@ -18,9 +19,9 @@ them), then its steps.
 | steps | bytes of its parameters, number of places | | |
 | | places, two words each; the parameters | | |
 
-Arrays, bytes and blocks are numbers of values: 0 is a number that differs from call to call (:data:`LAUNCH`), then come
-arguments, results, and numbers. A place says where in the parameters a value goes: in its first word the byte, the width
-(from bit 16) and the value (from bit 32), in its second another value that is added, or -1.
+Arrays, bytes and blocks are numbers of values: 0 is a number that differs from call to call (:data:`LAUNCH`), then
+come arguments, results, and numbers. A place says where in the parameters a value goes: in its first word the byte, the
+width (from bit 16) and the value (from bit 32), in its second another value that is added, or -1.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ NOTHING = ""
 """In the place of a value: the field is 0."""
 Value = str | tuple[str, str]
 """A value by its name, or the sum of two: a buffer and an offset in it, in bytes."""
+_INT32, _INT64, _FLOAT32 = "i4x", "q", "f4x"
+"""How :mod:`struct` packs a number in 64 bits."""
+_FORMATS = {"ptr": (_INT64, 8), "i64": (_INT64, 8), "i32": (_INT32, 4), "f32": (_FLOAT32, 4)}
+"""Kind of a field to the format of the numbers that it holds, and its width."""
 Start = Callable[[int, bytes], None]
 """``start(stream, values)`` makes the launches of a program. ``values``: :meth:`Program.pack_addresses`, then
 :meth:`Program.pack_numbers`."""
@@ -114,7 +119,7 @@ class Program:
         }
         sizes = {x.size for x in self.steps if not isinstance(x, Launch)}
         for name in sizes | {x.grid for x in self.steps if isinstance(x, Launch)}:
-            self._note(name, "q", {*arrays, *numbers}, name)
+            self._note(name, _INT64, {*arrays, *numbers}, name)
         self.numbers = tuple(self._formats)
         """Names of the numbers that a call gives."""
         self._pack_numbers = struct.Struct("<" + "".join(self._formats.values())).pack
@@ -125,7 +130,12 @@ class Program:
     def _note(self, name: str, text: str, known: set[str], of: str) -> None:
         if name not in known:
             raise ValueError(f"{of}: no call gives {name}")
-        if name not in self.arrays and self._formats.setdefault(name, text) != text:
+        if name in self.arrays:
+            return
+        found = self._formats.setdefault(name, text)
+        if {found, text} == {_INT32, _INT64}:
+            self._formats[name] = _INT64
+        elif found != text:
             raise ValueError(f"{of}: {name} is a float32 here and an integer elsewhere")
 
     def _places_of(self, step: Launch, known: set[str]) -> list[tuple[int, int, str, str | None]]:
@@ -133,7 +143,7 @@ class Program:
         unknown = step.fields.keys() - step.launcher.params.offsets.keys()
         if unknown:
             raise ValueError(f"{step.name}: no such fields: {', '.join(sorted(unknown))}")
-        places = []
+        places: list[tuple[int, int, str, str | None]] = []
         for field, kind in step.launcher.params.fields:
             value = step.fields.get(field, field)
             if value == NOTHING:
@@ -142,15 +152,16 @@ class Program:
                 places.append((step.launcher.params.offsets[field], 8, LAUNCH, None))
             elif value != field or field in known:
                 name, offset = (value, None) if isinstance(value, str) else value
-                self._note(name, "f4x" if kind == "f32" else "q", known, step.name)
+                text, width = _FORMATS[kind]
+                self._note(name, text, known, step.name)
                 if offset is not None:
-                    self._note(offset, "q", known, step.name)
-                width = 4 if kind in ("i32", "f32") else 8
+                    self._note(offset, _INT64, known, step.name)
                 places.append((step.launcher.params.offsets[field], width, name, offset))
         return places
 
     def pack_numbers(self, given: Mapping[str, float]) -> bytes:
-        """The numbers of a call, for :data:`Start`. KeyError where one is missing."""
+        """The numbers of a call, for :data:`Start`. KeyError where one is missing, struct.error where one is too large
+        for its fields: for 32 bits where they all have that many."""
         return self._pack_numbers(*self._take_numbers(given))
 
     def words(

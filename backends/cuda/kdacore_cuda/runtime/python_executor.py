@@ -1,5 +1,5 @@
-"""The executor in Python, for machines that the native one (csrc/executor) does not load on. It writes the same bytes to
-the driver."""
+"""The executor in Python, for machines that the native one (csrc/executor) does not load on. It writes the same bytes
+to the driver."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def prepare_kernel(
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
-        for_segments: the operands that :mod:`kdacore_cuda.forms.segments.forward` needs, one block
+        for_segments: the operands that :mod:`kdacore_cuda.forms.segments.launches` needs, one block
             of memory per unit; else those of the backward, one array each. For bounded gates
             :func:`kdacore_cuda.forms.segments.kernels.segments_prepare_kernel` is faster.
         leaving_only: of the sequence of a pack that ends at T alone.

@@ -44,6 +44,7 @@ class Judge:
         "_places",
         "_predict",
         "_reasons",
+        "_sizes_are_numbers",
         "_verified",
         "always",
         "impl",
@@ -75,6 +76,8 @@ class Judge:
         self.tested = bool(request.device.arch) and request.device.arch in archs
         """Whether the op has been tested on the device's architecture."""
         self._verified = PORTABLE in archs or request.device.arch in archs
+        # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
+        self._sizes_are_numbers = request.kind != "jax" or backend.traceable
         self.always: Candidate | None = None
         """The answer to every call of the family, where none of it depends on lengths."""
         self._checks: tuple[Verifier, ...] | None = None
@@ -104,12 +107,7 @@ class Judge:
         """Every reason against one call of the family. Its cost is not predicted yet."""
         if self.always is not None:
             return self.always
-        # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
-        if (
-            request.kind == "jax"
-            and not self.registered.backend.traceable
-            and not isinstance(request.B * request.T * request.N, int)
-        ):
+        if not self._sizes_are_numbers and not isinstance(request.B * request.T * request.N, int):
             return self._candidate(tuple(self._general))
         if self._checks is None:
             return self._first(request)

@@ -292,8 +292,12 @@ TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defin
 
 def lengths_of(request: Request) -> Hashable:
     """All that tells a request from others of its family."""
+    return lengths_with(request, tuple([spec.shape for _, spec in request.tensors]))
+
+
+def lengths_with(request: Request, shapes: tuple[tuple[int, ...], ...]) -> Hashable:
+    """The same of a request whose arrays are known to have these shapes."""
     r = request
-    shapes = tuple([spec.shape for _, spec in r.tensors])
     return r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count, shapes
 
 

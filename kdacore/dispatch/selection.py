@@ -136,8 +136,8 @@ class Family:
         if self._answers is None:
             return self._first_answers(request)
         found: list[Any] = self._answers.copy()
-        for i, judge in self._asked:
-            found[i] = judge.candidate(request)
+        for i, asked in self._asked:
+            found[i] = asked.candidate(request)
         return tuple(found)
 
     def _first_answers(self, request: Request) -> tuple[Candidate, ...]:

@@ -13,8 +13,9 @@ import torch
 
 import kdacore
 from kdacore import verifiers
+from kdacore.acceleration import torch_arrays
+from kdacore.acceleration.new_lengths import CallFamily
 from kdacore.arrays.numpy import NUMPY
-from kdacore.arrays.torch import fast_path as torch_fast_path
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.calls.arrays import make_arrays
 from kdacore.calls.description import CallDescription
@@ -23,7 +24,6 @@ from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import plan as plans
 from kdacore.dispatch import results, selection
 from kdacore.dispatch.candidates import Judge
-from kdacore.dispatch.new_lengths import CallFamily
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES, OPS
@@ -117,7 +117,7 @@ def forget() -> None:
     plans.clear()
     selection.clear()
     for adapter in (NUMPY, TORCH):
-        adapter.fast_path = None
+        adapter.seen_calls = None
     dispatch._called.clear()
 
 
@@ -192,7 +192,7 @@ def test_random_calls_of_new_lengths(seed: int, monkeypatch: pytest.MonkeyPatch)
     assert [outcome(op, given) for given in calls] == alone
     assert [outcome(op, given) for given in calls] == alone, "seen before"
     good = sum(isinstance(found, list) for found in alone)
-    if good > 6 and torch_fast_path.TensorGuards is not None:
+    if good > 6 and torch_arrays.TensorGuards is not None:
         assert any(served)
 
 
@@ -300,7 +300,7 @@ def test_what_is_asked_at_which_call(kind: str) -> None:
     }
 
 
-@pytest.mark.skipif(torch_fast_path.TensorGuards is None, reason="this torch has no such check")
+@pytest.mark.skipif(torch_arrays.TensorGuards is None, reason="this torch has no such check")
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_new_lengths_skip_the_ordinary_path(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary: list[int] = []
@@ -471,7 +471,7 @@ def test_gradients_of_new_lengths() -> None:
 
 
 def test_many_lengths_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kdacore.dispatch import new_lengths
+    from kdacore.acceleration import new_lengths
 
     monkeypatch.setattr(new_lengths, "_MAX_PLANS", 5)
     monkeypatch.setattr(selection, "_MAX_CACHED", 7)
@@ -479,7 +479,7 @@ def test_many_lengths_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     for T in (*range(1, 30), *range(1, 30)):
         o, _ = kdacore.chunk_kda(**call(T, "numpy"))
         assert o.shape[1] == T
-    (calls,) = NUMPY.fast_path.families["chunk_kda"]
+    (calls,) = NUMPY.seen_calls.families["chunk_kda"]
     assert len(calls._plans) <= 5 and selection._count <= 7
 
 

@@ -1,4 +1,4 @@
-"""Lengths apart from the rest of a call.
+"""Requests of calls that differ in lengths alone.
 
 A server has other tokens, sequences and pools at every step; dtypes, heads, options and devices stay. Calls that differ
 in lengths alone are of one *family*: of a call whose family is known, only what depends on lengths has to be checked.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdacore.acceleration.matchers import Shapes
 from kdacore.contract import LENGTH_FIELDS, TENSORS_FIELD
 from kdacore.contract.checks import MAX_VERIFY_TOKENS
 from kdacore.ops import OPS
@@ -15,9 +16,6 @@ from kdacore.ops.shapes import LENGTH_AXES, SHAPES, Axis
 from kdacore.types import Request, TensorSpec
 
 _new: Any = tuple.__new__
-
-Shapes = tuple[tuple[int, ...], ...]
-"""Of the arrays that a call gives, in the order of its op's definition."""
 
 
 class RequestsLike:

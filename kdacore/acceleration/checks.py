@@ -25,7 +25,7 @@ class LengthChecks:
         library: the module of their arrays.
     """
 
-    __slots__ = ("_backend", "_library", "_models", "_single", "_written", "_written_results")
+    __slots__ = ("_backend", "_expected", "_library", "_single", "_written", "_written_results")
 
     def __init__(self, plan: Plan, library: Any) -> None:
         request = plan.request
@@ -45,8 +45,9 @@ class LengthChecks:
         self._written_results = tuple([None if n is None else fields.index(n) for n in result_in])
         """Of each result the place of the argument that it is, where it is one."""
         self._backend = ""
-        self._models: tuple[Any, ...] = ()
-        """Tests of the results but for their shapes, made of results that were checked; None of those that are None."""
+        self._expected: tuple[tuple[int, int | None, Any, Any], ...] = ()
+        """Of each result that is not None: its place, that of the argument that it is, or else a test of all but its
+        shape, made of a result that was checked, and a function of the request that gives its shape."""
 
     def memory(self, plan: Plan, inputs: Any) -> Bounds | None:
         """Check what a call writes. Where its arrays lie, if that is known.
@@ -70,7 +71,16 @@ class LengthChecks:
     def learn(self, plan: Plan, outputs: Any) -> None:
         """Take results that were held to the request as examples."""
         shown = (outputs,) if self._single else outputs[:3]
-        self._models = tuple([None if x is None else self._library.likeness(x) for x in shown])
+        shapes = (_shape_of_gates,) if self._single else _SHAPES
+        self._expected = tuple(
+            [
+                (i, argument, None if argument is not None else self._library.likeness(x), shape)
+                for i, (x, argument, shape) in enumerate(
+                    zip(shown, self._written_results, shapes, strict=False)
+                )
+                if x is not None
+            ]
+        )
         self._backend = plan.backend.name
 
     def results_fit(self, plan: Plan, inputs: Any, outputs: Any, memory: Bounds | None) -> bool:
@@ -82,37 +92,38 @@ class LengthChecks:
             shown = outputs[:3]
         else:
             return False
-        if len(self._models) != len(shown) or self._backend != plan.backend.name:
+        if self._backend != plan.backend.name or sum([x is not None for x in shown]) != len(self._expected):
             return False
-        taken = memory
-        for x, is_like, argument, shape in zip(
-            shown, self._models, self._written_results, _shapes(plan.request), strict=False
-        ):
-            if x is None or is_like is None:
-                if x is not is_like:
-                    return False
-            elif argument is not None:
+        taken, request = memory, plan.request
+        for i, argument, is_like, shape_of in self._expected:
+            x = shown[i]
+            if argument is not None:
                 if x is not inputs[argument]:
                     return False
-            else:
-                if not is_like(x) or x.shape != shape:
+                continue
+            if not is_like(x) or x.shape != shape_of(request):
+                return False
+            first, end, contiguous = self._library.bounds_of(x)
+            if not contiguous or not first:
+                return False
+            if taken is None:
+                taken = self._library.bounds(inputs)
+            for start, stop, _ in taken:
+                if start < end and first < stop:
                     return False
-                first, end, contiguous = self._library.bounds_of(x)
-                if not contiguous or not first:
-                    return False
-                if taken is None:
-                    taken = self._library.bounds(inputs)
-                for start, stop, _ in taken:
-                    if start < end and first < stop:
-                        return False
-                taken = [*taken, (first, end, True)]
+            taken = [*taken, (first, end, True)]
         return True
 
 
-def _shapes(request: Request) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the results that are none of the arguments."""
-    if request.op == "kda_gate":
-        return (request.tensors[0][1].shape,)
-    values = request.tensors[2][1].shape  # q, k and v are always given
-    checkpoints = request.checkpoint_shape if request.checkpoint_every else ()
-    return values, request.state_shape, checkpoints
+def _shape_of_values(request: Request) -> tuple[int, ...]:
+    shape: tuple[int, ...] = request.tensors[2][1].shape  # q, k and v are always given
+    return shape
+
+
+def _shape_of_gates(request: Request) -> tuple[int, ...]:
+    shape: tuple[int, ...] = request.tensors[0][1].shape
+    return shape
+
+
+_SHAPES = (_shape_of_values, lambda request: request.state_shape, lambda request: request.checkpoint_shape)
+"""Of the results of a whole op that are none of its arguments."""

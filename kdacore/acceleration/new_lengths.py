@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdacore.acceleration.checks import Bounds, LengthChecks
 from kdacore.acceleration.requests import RequestsLike
-from kdacore.contract import lengths_with
+from kdacore.contract import lengths_of
 from kdacore.dispatch import plan as plans
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan
@@ -65,7 +65,7 @@ class CallFamily:
             request = self._request_of(shapes)
             if request is None:
                 return None
-            chosen = self._selections.select(request, lengths_with(request, shapes))
+            chosen = self._selections.select(request, lengths_of(request))
             plan = _of_other_lengths(self._plan, request, chosen)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans = {}

@@ -62,7 +62,8 @@ class RequestsLike:
 
     def __call__(self, shapes: Shapes) -> Request | None:
         """The request of a call with arrays of these shapes. None where they may be wrong, and have to be validated."""
-        B, T, *_ = shapes[0]
+        first = shapes[0]
+        B, T = first[0], first[1]
         N, rows, write_rows, checkpoints = B, 0, 0, 0
         if self._packed:
             N = shapes[self._offsets][0] - 1

@@ -42,13 +42,13 @@ class Judge:
         "_general",
         "_lacking",
         "_places",
-        "_predict",
         "_reasons",
         "_sizes_are_numbers",
         "_verified",
         "always",
         "impl",
         "lasts",
+        "predict",
         "registered",
         "tested",
     )
@@ -88,7 +88,8 @@ class Judge:
         """The reasons of the other verifiers, with their places."""
         self._able: Candidate | None = None
         """The answer where no verifier objects, made at the first such call."""
-        self._predict: Callable[[Request], Prediction | None] | None = None
+        self.predict: Callable[[Request], Prediction | None] = self._first_prediction
+        """Predicts the cost of a call that the backend can serve."""
         # Verifiers are asked about arrays and devices of the backend's own only.
         if impl is None:
             self.always = Candidate(backend.name, tuple(self._general), None, backend.rank, False)
@@ -153,11 +154,9 @@ class Judge:
             self.always = candidate
         return candidate
 
-    def with_cost(self, candidate: Candidate, request: Request) -> Candidate:
-        """The answer to a call that the backend can serve, with its predicted cost."""
-        if self._predict is None:
-            self._predict = _predictor(self.registered, self.impl)
-        return _priced(candidate, self._predict(request))
+    def _first_prediction(self, request: Request) -> Prediction | None:
+        self.predict = _predictor(self.registered, self.impl)
+        return self.predict(request)
 
 
 _OWN_ESTIMATE = "estimated by the backend itself"
@@ -185,7 +184,7 @@ def _predictor(registered: Registered, impl: OpImpl | None) -> Callable[[Request
     return estimate
 
 
-def _priced(c: Candidate, found: Prediction | None) -> Candidate:
+def priced(c: Candidate, found: Prediction | None) -> Candidate:
     """The candidate with its predicted cost, if there is a prediction."""
     if found is None:
         return c
@@ -213,7 +212,7 @@ def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Can
 def _with_cost(candidate: Candidate, request: Request) -> Candidate:
     registered = REGISTRY.get(candidate.backend)
     predict = _predictor(registered, registered.backend.ops.get(request.op))
-    return _priced(candidate, predict(request))
+    return priced(candidate, predict(request))
 
 
 def _place(found: tuple[int, Reason]) -> int:

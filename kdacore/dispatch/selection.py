@@ -11,7 +11,7 @@ from typing import Any
 
 from kdacore import config, plugin_faults
 from kdacore.contract import family_of, lengths_of
-from kdacore.dispatch.candidates import Judge, judge, with_costs
+from kdacore.dispatch.candidates import Judge, judge, priced, with_costs
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY
 from kdacore.types import Candidate, Reason, Request, Selection
@@ -158,7 +158,7 @@ class Family:
         if request.batch_invariant:
             return candidates
         judges = self._judges
-        return tuple([c if c.reasons else judges[c.backend].with_cost(c, request) for c in candidates])
+        return tuple([c if c.reasons else priced(c, judges[c.backend].predict(request)) for c in candidates])
 
     def decide(self, request: Request, run_selfchecks: bool) -> Selection:
         """See :func:`decide`."""
@@ -223,13 +223,13 @@ class Family:
 
     def _in_order(self, request: Request, by_rank: list[Candidate]) -> Iterator[tuple[Candidate, str]]:
         """Backends whose cost is known first, by cost; the others follow by rank."""
-        priced = [c for c in by_rank if c.cost is not None]
-        if len(priced) > 1:
-            priced.sort(key=_cost_of)
+        known = [c for c in by_rank if c.cost is not None]
+        if len(known) > 1:
+            known.sort(key=_cost_of)
             why = "lowest cost"
         else:
             why = "the only one of known cost"
-        for c in priced:
+        for c in known:
             yield c, why
         # Where some backend has been tested on this architecture: those neither tested there nor of known speed.
         judges, others = self._judges, [c for c in by_rank if c.cost is None]

@@ -16,6 +16,7 @@ import torch
 
 from kdacore.acceleration import torch_arrays
 from kdacore.acceleration.backend_fast_paths import check_fast_results
+from kdacore.acceleration.checks import Bounds
 from kdacore.arrays.base import Run
 from kdacore.arrays.torch.autograd import CallFunction, gradients_of
 from kdacore.arrays.torch.autograd import wanted as wanted_of
@@ -43,7 +44,9 @@ class _Arrays:
         """Selects, from the op's arrays, those that a call has."""
         self.spread = itemgetter(*[given.index(i) if i in given else -1 for i in range(len(inputs))])
         """Makes the op's arrays again from these and a None."""
-        self.returned = itemgetter(-1, -1, *[i if i < _COUNT and self.wanted[i] else -1 for i in given])
+        self.returned: Callable[[Any], tuple[Any, ...]] = itemgetter(
+            -1, -1, *[i if i < _COUNT and self.wanted[i] else -1 for i in given]
+        )
         """Makes, from gradients and a None, what autograd is given: None for the step and for the tuple of arrays, and
         one for each given array."""
 
@@ -228,13 +231,13 @@ def _but_for_sizes(tensors: Any) -> Callable[..., bool]:
     """Torch's test for tensors that differ from these in sizes and strides alone; False where torch has none."""
     if torch_arrays.TensorGuards is None or len(set(map(id, tensors))) != len(tensors):
         return lambda *others: False
-    free = [[None] * x.dim() for x in tensors]
+    free: Any = [[None] * x.dim() for x in tensors]
     guards = torch_arrays.TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
     count, check = len(tensors), guards.check
     return lambda *others: len(others) == count and check(*others)
 
 
-def _apart(own: torch_arrays.Bounds, others: torch_arrays.Bounds) -> bool:
+def _apart(own: Bounds, others: Bounds) -> bool:
     """Whether none of our bytes is also another one's, of ours or of the others."""
     ends = 0  # of all before
     ends_of_own = 0

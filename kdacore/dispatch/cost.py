@@ -11,15 +11,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kdacore.dispatch import cost_tables
 from kdacore.dispatch.cost_tables import Columns, Group, Table, Variant
 from kdacore.ops import OPS
 from kdacore.types import Request
-
-_new: Any = tuple.__new__
-"""Makes a named tuple in half the time of its constructor."""
 
 REACH = 4.0
 """Sizes more than this many times beyond what was measured are not predicted."""
@@ -205,10 +202,10 @@ def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
             if counts[i] == items:
                 exact = above.tokens[bisect_left(above.tokens, tokens)] == tokens
                 source = variant.measured if exact else variant.interpolated
-                return _new(Prediction, (_seconds(above, tokens), source))
+                return Prediction(_seconds(above, tokens), source)
             below = variant.columns[i - 1]
             if below.tokens[0] <= tokens <= below.tokens[-1]:
-                return _new(Prediction, (_between(variant, i, tokens, items), variant.interpolated))
+                return Prediction(_between(variant, i, tokens, items), variant.interpolated)
     for variant in ordered:
         found = _near(variant, tokens, items)
         if found is not None:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kdacore.dispatch import cost_tables
 from kdacore.dispatch.cost_tables import Columns, Group, Table, Variant
@@ -202,15 +202,20 @@ def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
             if counts[i] == items:
                 exact = above.tokens[bisect_left(above.tokens, tokens)] == tokens
                 source = variant.measured if exact else variant.interpolated
-                return Prediction(_seconds(above, tokens), source)
+                return _prediction(_seconds(above, tokens), source)
             below = variant.columns[i - 1]
             if below.tokens[0] <= tokens <= below.tokens[-1]:
-                return Prediction(_between(variant, i, tokens, items), variant.interpolated)
+                return _prediction(_between(variant, i, tokens, items), variant.interpolated)
     for variant in ordered:
         found = _near(variant, tokens, items)
         if found is not None:
             return found
     return None
+
+
+def _prediction(*fields: Any) -> Prediction:
+    made: Prediction = tuple.__new__(Prediction, fields)  # in half the time of its constructor
+    return made
 
 
 def _near(variant: _Variant, tokens: float, items: int) -> Prediction | None:

@@ -43,6 +43,7 @@ def _has_compiler() -> bool:
     return bool(version_of("cuda-bindings"))
 
 
+@common.reads_no_lengths
 def compiler(request: Request) -> Reason | None:
     """Where no machine code is packaged, NVRTC compiles it on the first call."""
     arch = request.device.arch
@@ -56,6 +57,7 @@ def compiler(request: Request) -> Reason | None:
     )
 
 
+@common.reads_no_lengths
 def gate_dtypes(request: Request) -> Reason | None:
     """Gates, betas and biases are 16- or 32-bit floats."""
     for name in ("g", "beta", "dt_bias"):
@@ -77,6 +79,7 @@ def grid_size(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def gradients(request: Request) -> Reason | None:
     """The backward exists for Hopper and K = V = 128."""
     if not request.needs_grad:
@@ -95,6 +98,7 @@ STAGE_DTYPES = ("bfloat16", "float16")
 STAGE_CHUNK = 64
 
 
+@common.reads_no_lengths
 def stage_head_dims(request: Request) -> Reason | None:
     """Kernels are compiled for fixed head dims; K and V may differ. The intra stage has no V."""
     dims = {"K": request.K} if request.op == "kda_chunk_intra" else {"K": request.K, "V": request.V}
@@ -105,6 +109,7 @@ def stage_head_dims(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def stage_dtypes(request: Request) -> Reason | None:
     """q, k, v and Akk have one 16-bit dtype, gc is float32, beta is a 16- or 32-bit float.
 
@@ -122,6 +127,7 @@ def stage_dtypes(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def stage_chunk(request: Request) -> Reason | None:
     """Stages work in chunks of 64 tokens."""
     if request.chunk_size != STAGE_CHUNK:
@@ -129,6 +135,7 @@ def stage_chunk(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def heads_per_group(request: Request) -> Reason | None:
     """Value heads form equal groups, one group per query/key head."""
     if request.HV % request.H:

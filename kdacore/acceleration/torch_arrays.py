@@ -7,11 +7,13 @@ internal to torch: where it is missing every call takes the ordinary path, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from kdacore.acceleration.checks import Bounds
 from kdacore.ops import WRITABLE_ARGUMENTS
 
 try:
@@ -20,14 +22,14 @@ except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
 
-def tensor_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
-    """See :data:`kdacore.arrays.base.ArrayTest`."""
+def array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
+    """See :data:`kdacore.acceleration.matchers.ArrayTest`."""
     return _test(arrays, same_strides, same_sizes=True)
 
 
 def family_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """See :data:`kdacore.arrays.base.FamilyTest`. Tensors without memory take the ordinary path, which names those that
-    should have some."""
+    """See :data:`kdacore.acceleration.matchers.FamilyTest`. Tensors without memory take the ordinary path,
+    which names those that should have some."""
     found = _test(arrays, same_strides=False, same_sizes=False)
     if found is None:
         return None
@@ -73,3 +75,35 @@ def _test(arrays: dict[str, Any], same_strides: bool, same_sizes: bool) -> tuple
         "grad_enabled": torch.is_grad_enabled,
         "inference_mode": torch.is_inference_mode_enabled,
     }
+
+
+def bounds(arrays: Any) -> Bounds:
+    """Where tensors lie, None left out; of one that is not contiguous no more than the end of its storage is looked
+    at. A host copy of the offsets may be a NumPy array; those of recognised calls are not."""
+    found = []
+    for x in arrays:
+        if x is not None:
+            first = x.data_ptr()
+            if x.is_contiguous():
+                found.append((first, first + x.nbytes, True))
+            else:  # strides are never negative
+                storage = x.untyped_storage()
+                found.append((first, storage.data_ptr() + storage.nbytes(), False))
+    return found
+
+
+def bounds_of(x: torch.Tensor) -> tuple[int, int, bool]:
+    """Where a tensor lies; a strided one that :func:`likeness` accepted."""
+    first = x.data_ptr()
+    return first, first + x.nbytes, x.is_contiguous()
+
+
+def likeness(x: torch.Tensor) -> Callable[[Any], bool]:
+    """A test for tensors that differ from this one in their shapes and strides alone. None passes where this is no
+    plain tensor."""
+    plain, strided, dtype, device = torch.Tensor, torch.strided, x.dtype, x.device
+
+    def is_like(y: Any) -> bool:
+        return type(y) is plain and y.dtype is dtype and y.layout is strided and y.device == device
+
+    return is_like

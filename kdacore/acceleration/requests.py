@@ -1,4 +1,4 @@
-"""Lengths apart from the rest of a call.
+"""Requests of calls that differ in lengths alone.
 
 A server has other tokens, sequences and pools at every step; dtypes, heads, options and devices stay. Calls that differ
 in lengths alone are of one *family*: of a call whose family is known, only what depends on lengths has to be checked.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdacore.acceleration.matchers import Shapes
 from kdacore.contract import LENGTH_FIELDS, TENSORS_FIELD
 from kdacore.contract.checks import MAX_VERIFY_TOKENS
 from kdacore.ops import OPS
@@ -15,9 +16,6 @@ from kdacore.ops.shapes import LENGTH_AXES, SHAPES, Axis
 from kdacore.types import Request, TensorSpec
 
 _new: Any = tuple.__new__
-
-Shapes = tuple[tuple[int, ...], ...]
-"""Of the arrays that a call gives, in the order of its op's definition."""
 
 
 class RequestsLike:
@@ -43,26 +41,29 @@ class RequestsLike:
         self._checkpoints = names.index("checkpoint_offsets") if request.checkpoint_count else -1
         self._fixed: list[tuple[int, tuple[int, ...]]] = []
         """Arrays without lengths, with their shapes."""
-        self._tables: list[int] = []
-        """Arrays ``[N, slots]``."""
+        self._tables: list[tuple[int, str, str]] = []
+        """Arrays ``[N, slots]``: place, name and dtype."""
         groups: dict[tuple[Axis, tuple[int, ...], str], list[tuple[int, str]]] = {}
         for i, (name, spec) in enumerate(request.tensors):
             count = min(LENGTH_AXES[name], len(spec.shape))
             if not count:
                 self._fixed.append((i, spec.shape))
             elif SHAPES[name][0] == "N" and count == 2:
-                self._tables.append(i)
+                self._tables.append((i, name, spec.dtype))
             else:
                 axis = SHAPES[name][0]
                 if axis == "rows" and not self._pool:
                     axis = "N"
                 groups.setdefault((axis, spec.shape[count:], spec.dtype), []).append((i, name))
-        self._groups = [(axis, tail, dtype, members) for (axis, tail, dtype), members in groups.items()]
-        """Arrays of one shape and dtype: their first axis, the sizes that are no lengths, the dtype."""
+        self._groups = [
+            (_AXES[axis], tail, dtype, members) for (axis, tail, dtype), members in groups.items()
+        ]
+        """Arrays of one shape and dtype: the number of their first axis, the sizes that are no lengths, the dtype."""
 
     def __call__(self, shapes: Shapes) -> Request | None:
         """The request of a call with arrays of these shapes. None where they may be wrong, and have to be validated."""
-        B, T = shapes[0][:2]
+        first = shapes[0]
+        B, T = first[0], first[1]
         N, rows, write_rows, checkpoints = B, 0, 0, 0
         if self._packed:
             N = shapes[self._offsets][0] - 1
@@ -88,14 +89,7 @@ class RequestsLike:
             if shapes[i] != shape:
                 return None
         specs = self._specs.copy()
-        leading: dict[str, tuple[int, ...]] = {
-            "B": (B, T),
-            "N": (N,),
-            "offsets": (N + 1,),
-            "rows": (rows,),
-            "write_rows": (write_rows,),
-            "checkpoints": (checkpoints,),
-        }
+        leading = (B, T), (N,), (N + 1,), (rows,), (write_rows,), (checkpoints,)  # in the order of _AXES
         for axis, tail, dtype, members in self._groups:
             want = leading[axis] + tail
             spec = _new(TensorSpec, (want, dtype))
@@ -103,18 +97,29 @@ class RequestsLike:
                 if shapes[i] != want:
                     return None
                 specs[i] = name, spec
-        for i in self._tables:
-            slots = shapes[i][1]
-            if shapes[i][0] != N or slots < (1 if self._packed else T):
+        for i, name, dtype in self._tables:
+            shape = shapes[i]
+            slots = shape[1]
+            if shape[0] != N or slots < (1 if self._packed else T):
                 return None
-            name, spec = specs[i]
-            specs[i] = name, _new(TensorSpec, ((N, slots), spec.dtype))
+            specs[i] = name, _new(TensorSpec, ((N, slots), dtype))
         fields = self._fields.copy()
-        for i, size in zip(LENGTH_FIELDS, (B, T, N, rows, write_rows, checkpoints), strict=True):
-            fields[i] = size
+        fields[_B], fields[_T], fields[_N], fields[_ROWS], fields[_WRITE_ROWS], fields[_CHECKPOINTS] = (
+            B,
+            T,
+            N,
+            rows,
+            write_rows,
+            checkpoints,
+        )
         fields[TENSORS_FIELD] = tuple(specs)
         request: Request = _new(Request, fields)
         return request
+
+
+_AXES = {axis: i for i, axis in enumerate(("B", "N", "offsets", "rows", "write_rows", "checkpoints"))}
+"""First axes of arrays with lengths, numbered."""
+_B, _T, _N, _ROWS, _WRITE_ROWS, _CHECKPOINTS = LENGTH_FIELDS
 
 
 def has_families(request: Request) -> bool:

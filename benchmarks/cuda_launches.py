@@ -21,17 +21,20 @@ def buffers_of(launches: Launches, like: torch.Tensor) -> dict[str, torch.Tensor
     return {name: like.new_empty(size, dtype=torch.uint8) for name, size in sizes if size}
 
 
-def separately(launches: Launches, layout: Layout, like: torch.Tensor, arrays: Tensors) -> dict[str, Step]:
+def separately(
+    launches: Launches, layout: Layout | None, like: torch.Tensor, arrays: Tensors
+) -> dict[str, Step]:
     """By name, what makes one launch of a program alone: the others have no blocks. Launches that share their number of
     blocks are left out.
 
     Args:
         launches: the launches.
-        layout: how the arguments lie.
+        layout: how the arguments lie; None: contiguous.
         like: a tensor on their device.
         arrays: by their names in the program.
     """
-    program, numbers = launches.program, launches.with_layout(layout.strides, layout.rows)
+    program = launches.program
+    numbers = launches.numbers if layout is None else launches.with_layout(layout.strides, layout.rows)
     grids = {x.name: x.grid for x in program.steps if isinstance(x, Launch)}
 
     def alone(name: str) -> Step:

@@ -26,7 +26,7 @@ def dtypes_of(r: Request) -> dict[str, str]:
 
 
 def type_codes(dtypes: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Codes of the dtypes of array arguments, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 for those not given."""
+    """Codes of the dtypes of array arguments, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 for absent ones."""
     return tuple([TYPES[dtypes[name]] if name in dtypes else 0 for name in names])
 
 

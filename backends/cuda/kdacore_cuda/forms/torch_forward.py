@@ -69,7 +69,8 @@ class TorchOp:
         if as_given and all(x is None or x.is_contiguous() for x in inputs):
             found = self._call(request, None)(inputs)
             if found is not None:
-                return Outputs(*found[:3], found[3:])
+                o, state, checkpoints, *saved = found
+                return Outputs(o, state, checkpoints, tuple(saved))
         return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:

@@ -26,7 +26,7 @@ from kdacore_cuda.kernel_parameters import WALK
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.launcher import Launcher
-from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program
+from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
 
 UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
 """Bytes of the flags of one chunk and value head: one for each block that walks it."""
@@ -49,7 +49,7 @@ def launches_of(r: Request) -> Launches:
 
 @cache
 def _program(prepare: Launcher, numbers: tuple[str, ...]) -> Program:
-    flags = {"ready": ("workspace", "flags_at"), "launch": LAUNCH}
+    flags: dict[str, Value] = {"ready": ("workspace", "flags_at"), "launch": LAUNCH}
     walk = arguments_of(WALK) | flags | {"chunk_operands": "workspace"}
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"h0": NOTHING, "last": "workspace", **flags}),

@@ -3,6 +3,7 @@ before the exchange compute is kept until those behind it. Nothing is read back 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import aligned, aligned_bytes
 
 
-def _make(r: Request, saved: bool) -> BackwardSliceLaunches:
+def _make(r: Request, saved: bool = False) -> BackwardSliceLaunches:
     wanted = InputGrads(*[r.has(name) for name in InputGrads._fields])
     return backward_launches(r, wanted, saved)
 
 
-_launches = {saved: PlanCache(lambda r, saved=saved: _make(r, saved)) for saved in (False, True)}
+_launches = {False: PlanCache(_make), True: PlanCache(partial(_make, saved=True))}
 """By whether the forward's maps and states of segments are there."""
 
 
@@ -124,5 +125,6 @@ def backward_finish(
         name: None if (x := left[argument]) is None else x.new_empty(x.shape) for name, argument in of.items()
     }
     run(made.gradients, layout, like, left | buffers | found)
-    gradients = InputGrads(*found.values(), d_start)
-    return gradients._replace(g=narrowed(gradients.g, inputs.g.dtype))
+    of_tokens = dict(zip(InputGrads._fields, found.values(), strict=False))
+    of_tokens["g"] = narrowed(of_tokens["g"], inputs.g.dtype)
+    return InputGrads(**of_tokens, initial_state=d_start)

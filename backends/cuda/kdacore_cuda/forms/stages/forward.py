@@ -28,7 +28,8 @@ def _run(r: Request, arrays: Mapping[str, torch.Tensor | None], strided: tuple[t
             known.clear()
         made = launches_of(r, strides)
         found = known[strides] = made.program, made.program.pack_numbers(made.numbers), made.arch
-    torch_launch.run(*found, strided[0], arrays)
+    program, numbers, arch = found
+    torch_launch.run(program, numbers, arch, strided[0], arrays)
 
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:

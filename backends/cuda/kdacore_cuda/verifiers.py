@@ -43,17 +43,25 @@ def _has_compiler() -> bool:
     return bool(version_of("cuda-bindings"))
 
 
+@cache
+def _has_cubins() -> bool:
+    """False of the wheel for every machine, which has no machine code."""
+    from kdacore_cuda.build.packaged_cubins import FOLDER
+
+    return any(FOLDER.glob("*.cubin"))
+
+
 @common.reads_no_lengths
 def compiler(request: Request) -> Reason | None:
     """Where no machine code is packaged, NVRTC compiles it on the first call."""
     arch = request.device.arch
-    if arch in BUILD_ARCHS or _has_compiler():
+    if _has_compiler() or (arch in BUILD_ARCHS and _has_cubins()):
         return None
     return Reason(
         "unavailable",
         "has no packaged kernels for this architecture and no NVRTC to compile them",
         arch,
-        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS),
+        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +60,8 @@ class TorchOp:
         self.launches_of, self.arrays, self.fields, self.takes_rows = launches_of, arrays, fields, takes_rows
         self.aligned_bias, self.tells_aligned_states = aligned_bias, tells_aligned_states
         self.takes_float16_gate = takes_float16_gate
-        self.taken = [fields.index(name) for name in arrays]
-        """Places of ``arrays`` among the arguments of the op."""
+        self.take = itemgetter(*map(fields.index, arrays))
+        """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
         self._calls: PlanCache[dict[Layout | None, FastCall]] = PlanCache(lambda request: {})
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
@@ -112,14 +113,14 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     launches = op.launches_of(r, layout is None or layout.is_plain)
     program, arch = launches.program, launches.arch
     numbers = program.pack_numbers(launches.numbers if layout is None else launches.with_layout(*layout[:2]))
-    pack, fields, taken = program.pack_addresses, op.fields, op.taken
+    pack, fields, take = program.pack_addresses, op.fields, op.take
     out, reads = fields.index("out"), fields.index("state_indices")
     writes, pool = fields.index("write_indices"), fields.index(r.written_pool)
-    must = [0, 1, 2, out] if r.scalar_gate else [0, 1, 2, 3, out]
-    if op.aligned_bias:
-        must.append(fields.index("dt_bias"))
-    if op.tells_aligned_states and (layout is None or layout.aligned_states):
-        must += [fields.index("initial_state"), pool]
+    initial, bias = fields.index("initial_state"), fields.index("dt_bias")
+    # Bits of addresses that must be 0, of g, of dt_bias, and of states.
+    g_bits, bias_bits = 0 if r.scalar_gate else ALIGNMENT - 1, ALIGNMENT - 1 if op.aligned_bias else 0
+    needs_aligned_states = op.tells_aligned_states and (layout is None or layout.aligned_states)
+    state_bits = ALIGNMENT - 1 if needs_aligned_states else 0
     o_shape, state_shape, every = (r.B, r.T, r.HV, r.V), r.state_shape, r.checkpoint_every
     (_, _, rows, width), o_strides = state_shape, (r.T * r.HV * r.V, r.HV * r.V, r.V, 1)
     state_strides = (r.HV * rows * width, rows * width, width, 1)
@@ -127,21 +128,22 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     in_place, returns_state = r.inplace_state, r.output_final_state
     fresh = returns_state and not in_place
     workspace_shape, saved_shape = ((launches.buffers.get(name, 0),) for name in ("workspace", "saved"))
-    start_of, current_device, current_stream = (
-        executor.start_of,
-        torch_launch.current_device,
-        torch_launch.current_stream,
-    )
+    current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
+    bound: dict[int, tuple[Any, Any]] = {}
+    """By device: what allocates there, and what makes the launches."""
 
     def call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
         at = [0 if x is None else x.data_ptr() for x in arrays]
-        misaligned = 0
-        for i in must:
-            misaligned |= at[i]
+        misaligned = (at[0] | at[1] | at[2] | at[out]) & (ALIGNMENT - 1)
+        misaligned |= at[3] & g_bits | at[bias] & bias_bits | (at[initial] | at[pool]) & state_bits
         q, v, index = arrays[0], arrays[2], arrays[0].get_device()
-        if misaligned % ALIGNMENT or current_device() != index:
+        if misaligned or current_device() != index:
             return None
-        empty = torch_launch.allocator(q.device.type)
+        here = bound.get(index)
+        if here is None:
+            here = torch_launch.allocator(q.device.type), executor.start_of(program, arch, index)
+            bound[index] = here
+        empty, start = here
         o, o_at, state, state_at = arrays[out], at[out], None, 0
         if o is None:
             o = empty(o_shape, o_strides, v.dtype)
@@ -162,10 +164,9 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
             saved = empty(saved_shape, unit, byte)
             saved_at = saved.data_ptr()
         writes_at = (at[writes] or at[reads]) if in_place else 0
-        start_of(program, arch, index)(
+        start(
             current_stream(index),
-            pack(*[at[i] for i in taken], o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at)
-            + numbers,
+            pack(*take(at), o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at) + numbers,
         )
         results = o, state if returns_state else None, checkpoints
         return (*results, saved) if saved_at else results

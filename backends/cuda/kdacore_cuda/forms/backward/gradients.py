@@ -107,7 +107,9 @@ def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_
     first_program, second_program, arch = first.program, second.program, first.arch
     both_shape, first_shape = ((first.buffers[name],) for name in ("both", "first"))
     second_shape, zeroed_shape = ((second.buffers[name],) for name in ("second", "zeroed"))
-    start_of, unit, byte = executor.start_of, (1,), torch.uint8
+    unit, byte = (1,), torch.uint8
+    bound: dict[int, tuple[Any, Any, Any]] = {}
+    """By device: what allocates there, and what makes the launches of both groups."""
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
     shapes = [
         r.spec(name).shape if is_wanted else None
@@ -127,7 +129,11 @@ def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_
             saved_at = saved[0].data_ptr() if saved else 0
             if not saved_at or saved_at % ALIGNMENT:
                 return None
-        empty = torch_launch.allocator(q.device.type)
+        here = bound.get(index)
+        if here is None:
+            starts = [executor.start_of(x, arch, index) for x in (first_program, second_program)]
+            here = bound[index] = torch_launch.allocator(q.device.type), *starts
+        empty, start_first, start_second = here
         if d_o is None:
             d_o = empty(o_shape, o_strides, arrays[2].dtype).zero_()
         elif not d_o.is_contiguous():
@@ -143,7 +149,7 @@ def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_
         d_ht_at = 0 if d_ht is None else d_ht.data_ptr()
         stream = current_stream(index)
         both, first = empty(both_shape, unit, byte), empty(first_shape, unit, byte)
-        start_of(first_program, arch, index)(
+        start_first(
             stream,
             pack_first(*given, d_o_at, d_ht_at, d_h0_at, saved_at, both.data_ptr(), first.data_ptr())
             + numbers_first,
@@ -154,7 +160,7 @@ def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_
         buffers = [0 if x is None else x.data_ptr() for x in (both, second, zeroed)]
         made = [_like(empty, form, x) for form, x in zip(forms[:7], arrays, strict=False)]
         made_at = [0 if x is None else x.data_ptr() for x in made]
-        start_of(second_program, arch, index)(
+        start_second(
             stream,
             pack_second(*given, d_o_at, saved_at, *buffers, *made_at, 0, 0) + numbers_second,
         )

@@ -15,9 +15,11 @@ Between the two, ``launcher.bind(num_warps=..., **constexprs)`` fixes everything
 
 Kernels list run-time parameters first and constexprs last. A parameter annotated with a NamedTuple is a group of
 arguments (see :mod:`kdacore_triton.kernels`): Triton gets the tuple when it compiles, while every launch takes the
-members one after another, as the compiled kernel does. So a group costs a launch nothing. With ``TRITON_INTERPRET=1``, on AMD (whose
-specialisation also looks at sizes), or with a profiler's launch hooks installed, launches take Triton's own path.
-Both are safe inside CUDA-graph capture once the specialisation has been launched before the capture.
+members one after another, as the compiled kernel does. So a group costs a launch nothing.
+
+With ``TRITON_INTERPRET=1``, on AMD (whose specialisation also looks at sizes), or with a profiler's launch hooks
+installed, launches take Triton's own path. Both are safe inside CUDA-graph capture once the specialisation has been
+launched before the capture.
 """
 
 from __future__ import annotations

@@ -215,26 +215,21 @@ def chunk_forward_scan_kernel(
                 nth = key - stop.to(tl.int64) * checkpoint_count
                 if mids is None:
                     row = load_slot(checkpoint_indices + nth, null)
-                    at = row * strides.target_row + hv * strides.target_head
-                    at += pool_cell(d, vv, POOL.target_k, POOL.target_v, KP, VP)
-                    tl.store(states.target + at, s.to(states.target.dtype.element_ty), mask=real)
+                    kept = row * strides.target_row + hv * strides.target_head
+                    kept += pool_cell(d, vv, POOL.target_k, POOL.target_v, KP, VP)
+                    tl.store(states.target + kept, s.to(states.target.dtype.element_ty), mask=real)
                 else:
                     mid = (nth * HV + hv) * (VP * KP)
                     tl.store(mids + mid + vv[:, None] * KP + d[None, :], s)
-                key = next_checkpoint(
-                    checkpoint_offsets, checkpoint_indices, checkpoint_count, null, bos, length, key, C, 128
-                )
+                key = next_checkpoint(chosen, bos, length, key, C, 128)
             now = stop
 
     if states.target is not None:  # noqa: SIM102  (a constexpr test, then one of values)
         if SEGMENT == 0 or (j + 1) * SEGMENT >= length:
             if POOL is not None:
                 goal = row_written(n, own, state_indices, write_indices, null, INPLACE)
-                at = (
-                    goal * strides.target_row
-                    + hv * strides.target_head
-                    + pool_cell(d, vv, POOL.target_k, POOL.target_v, KP, VP)
-                )
+                at = goal * strides.target_row + hv * strides.target_head
+                at += pool_cell(d, vv, POOL.target_k, POOL.target_v, KP, VP)
                 mask = row_mask(real, vv, goal, INPLACE and MAYBE_NO_TARGET)
                 tl.store(states.target + at, s.to(states.target.dtype.element_ty), mask=mask)
             else:

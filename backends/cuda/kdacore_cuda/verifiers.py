@@ -7,6 +7,7 @@ Verifiers read shapes, dtypes and flags, never values.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from kdacore import verifiers as common
 from kdacore.types import Reason, Request
@@ -46,9 +47,7 @@ def _has_compiler() -> bool:
 @cache
 def _has_cubins() -> bool:
     """False of the wheel for every machine, which has no machine code."""
-    from kdacore_cuda.build.packaged_cubins import FOLDER
-
-    return any(FOLDER.glob("*.cubin"))
+    return any((Path(__file__).parent / "cubins").glob("*.cubin"))
 
 
 @common.reads_no_lengths

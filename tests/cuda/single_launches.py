@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import ChunkInputs, Request
+from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, launcher
 from kdacore_cuda.forms.backward.sizes import WORKSPACE as WORKSPACE
@@ -68,7 +69,8 @@ def launch(
     named |= {"h0": given.initial_state, **arrays}
     names = [name for name, kind in kernel.params.fields if kind == "ptr"]
     program = Program([Launch("one", launcher(kernel), "blocks")], names, tuple(numbers), one_segment=True)
-    torch_launch.run(program, program.pack_numbers(numbers), arch_of(r), inputs.q, named)
+    arch = arch_of(r) if inputs.q.device.type == "cpu" else HOPPER  # where the request's arrays may not have been
+    torch_launch.run(program, program.pack_numbers(numbers), arch, inputs.q, named)
 
 
 class InSegments(NamedTuple):

@@ -57,8 +57,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return start
 
-    # Sizes of kernels that are not packaged, as after a change of their sources.
+    # Sizes of kernels that are not packaged, as after a change of their sources, or for no architecture.
     monkeypatch.setattr(cubin_lookup, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
+    plain = cubin_lookup.launch_sizes
+    monkeypatch.setattr(
+        cubin_lookup,
+        "launch_sizes",
+        lambda kernel, arch: plain(kernel, arch) if arch else emulator.launch_sizes(kernel),
+    )
     monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)

@@ -23,6 +23,10 @@ FIRST_NUMBER = 2**40
 """The launch number of the first call; those of later ones follow."""
 
 
+numbers: Iterator[int] | None = None
+"""Launch numbers that a test wants instead."""
+
+
 class _Executors:
     """Both, with the same launch numbers."""
 
@@ -70,6 +74,7 @@ def _words(program: Program) -> Any:
 def launches_of(program: Program, values: bytes) -> Iterator[tuple[Launch, int, bytes]]:
     """The launches of a call with their blocks and parameters; memory on the CPU is cleared where a step says so."""
     events = iter(executors().events(_words(program), values))
+    wanted = None if numbers is None else next(numbers).to_bytes(8, "little")
     given = dict(
         zip((*program.arrays, *program.numbers), np.frombuffer(values, np.int64).tolist(), strict=True)
     )
@@ -77,7 +82,11 @@ def launches_of(program: Program, values: bytes) -> Iterator[tuple[Launch, int, 
         if isinstance(step, Launch):
             if given[step.grid]:
                 launched = next(events)
-                yield step, launched.grid[0], launched.parameters
+                parameters = launched.parameters
+                at = program.launch_number_at(step)
+                if wanted is not None and at is not None:
+                    parameters = parameters[:at] + wanted + parameters[at + 8 :]
+                yield step, launched.grid[0], parameters
         elif isinstance(step, Clear):
             if given[step.size]:
                 cleared = next(events)

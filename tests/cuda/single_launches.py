@@ -69,7 +69,9 @@ def launch(
     named |= {"h0": given.initial_state, **arrays}
     names = [name for name, kind in kernel.params.fields if kind == "ptr"]
     program = Program([Launch("one", launcher(kernel), "blocks")], names, tuple(numbers), one_segment=True)
-    arch = arch_of(r) if inputs.q.device.type == "cpu" else HOPPER  # where the request's arrays may not have been
+    arch = (
+        arch_of(r) if inputs.q.device.type == "cpu" else HOPPER
+    )  # where the request's arrays may not have been
     torch_launch.run(program, program.pack_numbers(numbers), arch, inputs.q, named)
 
 
@@ -87,11 +89,11 @@ class InSegments(NamedTuple):
         """Times value heads; 0 if no sequence can have more than one."""
         return self.bytes_of.get("starts", 0) // (4 * 128 * 128)
 
-    def workspace(self, like: torch.Tensor) -> Arrays:
-        """Uninitialised arrays ``[segments, elements]``."""
+    def workspace(self, like: torch.Tensor, HV: int) -> Arrays:
+        """Uninitialised arrays ``[segments, HV, elements]``."""
         forms = chunk_backward_segments.WORKSPACE if self.stored_segments else {}
         return {
-            name: like.new_empty((self.stored_segments, size), dtype=getattr(torch, dtype))
+            name: like.new_empty((self.stored_segments // HV, HV, size), dtype=getattr(torch, dtype))
             for name, (size, dtype) in forms.items()
         }
 

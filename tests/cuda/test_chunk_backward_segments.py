@@ -81,7 +81,7 @@ class Launches:
         self.plan = in_segments(self.request)
         self.do = Draw(5).normal(*inputs.v.shape)
         self.d_final = Draw(6).normal(*self.request.state_shape, dtype=torch.float32)
-        self.memory = self.plan.workspace(inputs.q)
+        self.memory = self.plan.workspace(inputs.q, self.request.HV)
 
     def work(self) -> dict[str, F64]:
         """What prepare should leave, rounded to what the workspace holds."""

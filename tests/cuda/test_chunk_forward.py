@@ -26,7 +26,7 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.fused.sizes import prepared_steps_size
-from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
@@ -316,19 +316,24 @@ def test_helpers_clear_the_flags_that_they_raise(
     use_cluster(monkeypatch, 4)
     use_helpers(monkeypatch, True)
     made: list[torch.Tensor] = []
-    new_empty = torch.Tensor.new_empty
+    plain = torch_launch.allocator
 
-    def remembered(self: torch.Tensor, size: Any, **more: Any) -> torch.Tensor:
-        made.append(new_empty(self, size, **more))
-        return made[-1]
+    def remembering(device_type: str) -> Any:
+        empty = plain(device_type)
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", remembered)
+        def remembered(*form: Any) -> torch.Tensor:
+            made.append(empty(*form))
+            return made[-1]
+
+        return remembered
+
+    monkeypatch.setattr(torch_launch, "allocator", remembering)
     T, H = 200, 3
     run(draw(1, T, H, H), **BOUNDED_MODEL)
-    (workspace,) = (x for x in made if x.shape == (prepared_steps_size(T, H),))
+    (workspace,) = (x for x in made if x.shape == (4 * prepared_steps_size(T, H),))
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
-    assert not workspace[-2 * 2 * steps :].view(torch.int32).any()  # 64 bits for each of two blocks
+    assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks
 
 
 @pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])

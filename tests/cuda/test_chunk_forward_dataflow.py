@@ -7,6 +7,7 @@ from typing import Any
 
 import chunk_forward_segments_model as segments_model
 import emulator
+import program_launches
 import pytest
 import torch
 from chunk_backward_calls import draw
@@ -26,7 +27,7 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.dataflow import kernels as chunk_forward_dataflow_kernels
-from kdacore_cuda.runtime import device_figures, python_executor, torch_launch
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -74,7 +75,7 @@ def test_records_are_those_of_segments(
     inputs = inputs._replace(g=inputs.g.to(gate))
     request = request_of("chunk_kda", inputs, **options)
     call, other = (FormCall(form, request, inputs) for form in ("dataflow", "segments"))
-    monkeypatch.setattr(python_executor, "NUMBERS", count(77))
+    monkeypatch.setattr(program_launches, "numbers", count(77))
     call.launch("prepare")
     other.launch("prepare")
     assert call.blocks("prepare") == (1 if multiprocessors == 5 else 24)
@@ -88,7 +89,7 @@ def test_records_are_those_of_segments(
     flags = call.workspace[flags_at:].view(torch.int64)
     assert len(flags) == 24 * chunk_forward_dataflow_kernels.WALK_BLOCKS
     assert (flags == 77).all()
-    monkeypatch.setattr(python_executor, "NUMBERS", count(77))
+    monkeypatch.setattr(program_launches, "numbers", count(77))
     call.launch("walk")
     assert not flags.any()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import emulator
 import numpy as np
+import program_launches
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
@@ -15,7 +16,7 @@ from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.runtime import device_figures, python_executor, torch_launch
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -95,7 +96,7 @@ def test_the_emulator_sees_a_wait_for_what_has_not_begun(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the first ticket the last one, the second cluster would wait for the first: the tests above can fail."""
-    monkeypatch.setattr(python_executor, "NUMBERS", count(NUMBER))
+    monkeypatch.setattr(program_launches, "numbers", count(NUMBER))
     with_counter(
         monkeypatch, FIRST + 1
     )  # as if one ticket were drawn already, by a cluster that never begins
@@ -146,10 +147,10 @@ def test_whatever_the_workspace_held(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, held: int
 ) -> None:
     """And the counter is left so that the same launch can be made again, as a graph makes it."""
-    monkeypatch.setattr(python_executor, "NUMBERS", count(NUMBER))
+    monkeypatch.setattr(program_launches, "numbers", count(NUMBER))
     case = CASES[name]()
     want = run(monkeypatch, case, emulator.FORWARDS, **BOUNDED_MODEL)
-    monkeypatch.setattr(python_executor, "NUMBERS", count(NUMBER))
+    monkeypatch.setattr(program_launches, "numbers", count(NUMBER))
     made = with_counter(monkeypatch, held)
     got = run(monkeypatch, case, emulator.BACKWARDS, **BOUNDED_MODEL)
     assert same_bits(got, want)

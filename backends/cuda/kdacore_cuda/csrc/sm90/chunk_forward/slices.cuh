@@ -97,8 +97,9 @@ __device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
 
 // Waits until a solver has read the sums that those of step c replace. `barriers`: parts_read or tiles_read.
 __device__ __forceinline__ void wait_for_solver(const SliceWarp& w, u32 shared, int c, u32 barriers) {
-  const u32 i = (u32)c / PREPARERS;  // of the block's steps
-  barrier_wait(shared + barriers + 8 * (SUMS * w.group + i % SUMS), (u32)(i / (GROUPS * SUMS) & 1) ^ 1);
+  // The block's step that had those sums is GROUPS * SUMS ago; half a round of the barriers, or a whole one.
+  const u32 i = (u32)c / PREPARERS + (READS - GROUPS * SUMS);
+  barrier_wait(shared + barriers + 8 * read_barrier(w.group, i), (read_use(i) & 1) ^ 1);
 }
 
 // Where this lane's sums of step c go.

@@ -20,6 +20,7 @@ from kdacore_cuda.forms import chunk_forward
 pytestmark = pytest.mark.gpu
 
 LAUNCHES = 1500
+"""For a gap of one launch in 30,000 (docs/lab/cuda.md) `benchmarks.launch_stress` makes more."""
 
 
 def draw(T: int, H: int) -> ChunkInputs:

@@ -54,8 +54,10 @@ FORWARDS, BACKWARDS, SHUFFLED = range(3)
 
 _RUNNER = """
 #include "{path}"
-extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch) {{
+extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch,
+    int starved) {{
   emu::dispatch = dispatch;
+  emu::starved = starved;
   emu::left_operands_stay = {stay};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
@@ -243,9 +245,10 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     dispatch: int = FORWARDS,
+    starved: int = -1,
 ) -> None:
     """One launch. ``values`` are what the host would pack, pointers to host memory; ``dispatch`` says in which order
-    clusters begin."""
+    clusters begin; the warp ``starved`` of each cluster runs only while no other can."""
     library = build(kernel, params)
     sizes = launch_sizes(kernel)
     if threads != sizes.threads or shared not in sizes.shared:
@@ -254,8 +257,10 @@ def run(
     struct = type(
         params.name, (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (params.size // 8))]}
     )
-    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint, ctypes.c_int]
+    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint, ctypes.c_int, ctypes.c_int]
     library.run.restype = ctypes.c_char_p
-    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed, dispatch)
+    message = library.run(
+        struct.from_buffer_copy(block), grid, cluster, threads, shared, seed, dispatch, starved
+    )
     if message is not None:
         raise RuntimeError(f"{kernel.name}: {message.decode()}")

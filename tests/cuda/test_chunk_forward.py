@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulator
 import numpy as np
 import pytest
 import torch
@@ -334,6 +335,23 @@ def test_helpers_clear_the_flags_that_they_raise(
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
     assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks
+
+
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("block", [0, 2], ids=["helper", "preparing block"])
+@pytest.mark.parametrize("warp", [12, 13], ids=["first", "second"])
+def test_a_solver_warp_that_falls_behind(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, warp: int, block: int, options: dict[str, Any]
+) -> None:
+    """Slices of later chunks wait for it, also those whose pair has left out a chunk (READS of shared_memory.cuh)."""
+    use_cluster(monkeypatch, 4)
+    use_helpers(monkeypatch, True)
+    inputs, plain = draw(1, 690), emulator.run
+    want = run(inputs, **options)
+    starved = 16 * block + warp
+    monkeypatch.setattr(emulator, "run", lambda *a, **k: plain(*a, **{**k, "starved": starved}))
+    got = run(inputs, **options)
+    assert torch.equal(got.o, want.o)
 
 
 @pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])

@@ -131,8 +131,9 @@ def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_
                 return None
         here = bound.get(index)
         if here is None:
-            starts = [executor.start_of(x, arch, index) for x in (first_program, second_program)]
-            here = bound[index] = torch_launch.allocator(q.device.type), *starts
+            first_start = executor.start_of(first_program, arch, index)
+            second_start = executor.start_of(second_program, arch, index)
+            here = bound[index] = (torch_launch.allocator(q.device.type), first_start, second_start)
         empty, start_first, start_second = here
         if d_o is None:
             d_o = empty(o_shape, o_strides, arrays[2].dtype).zero_()

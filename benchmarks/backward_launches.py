@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.cuda_launches import buffers_of, separately
 from benchmarks.launches import inputs_of, on_host, row, training_arguments
 from kdacore.bench import arrays as made
 from kdacore.bench import results
@@ -17,7 +18,9 @@ from kdacore.bench.results import Figure, Results
 from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
+from kdacore_cuda.forms.backward.launches import launches_of
+from kdacore_cuda.forms.chunk_forward import CHUNK
+from kdacore_cuda.forms.torch_forward import readable
 from kdacore_reference.oracle import oracle_backward, to_float64
 from kdacore_triton import chunk_backward as triton
 from kdacore_triton.chunk_backward_plan import plan_backward
@@ -65,28 +68,20 @@ def cuda_steps(
     request: Request, inputs: ChunkInputs, grads: OutputGrads, kept: torch.Tensor | None = None
 ) -> dict[str, Step]:
     """The launches of the hand-written backward, each on what the ones before it left; ``kept``: what the
-    forward kept of its segments."""
-    plan = chunk_backward.plan_of(request)
-    work = chunk_backward.make_workspace(plan, inputs.q, *chunk_backward.WORKSPACE)
-    work |= {"d_o": grads.o}
-    parts = torch.float32 if plan.grouped else inputs.q.dtype
-    wide = (request.B, request.T, request.HV, request.K)
-    work |= {name: inputs.q.new_empty(wide, dtype=parts) for name in ("dq", "dk")}
-    work |= {f"d{name}": torch.empty_like(getattr(inputs, name)) for name in ("v", "g", "beta")}
-    work |= chunk_backward.make_partial_sums(request, plan, inputs)
-    scan = chunk_backward.scan_of(request, inputs.q, kept)
-    work |= scan.workspace
-    prepare = chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded)
-    gradients = chunk_backward_kernels.grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
-
-    def step(kernel: chunk_backward_kernels.ChunkBackwardKernel, blocks: int | None = None) -> Step:
-        return lambda: chunk_backward.launch(kernel, scan.plan, inputs, work, blocks)
-
-    steps = {
-        "prepare": step(prepare),
-        **{name: step(kernel, blocks) for name, kernel, blocks in scan.launches},
-        "gradients": step(gradients),
+    forward kept of its segments. Sums over chunks, and over the value heads of a group, are in ``all`` alone."""
+    r, wanted = request, InputGrads(*[x is not None for x in inputs[: len(InputGrads._fields)]])
+    first, second = launches_of(r, wanted, "" if kept is None else "maps", sums_to_caller=True)
+    given, layout = readable(CHUNK, r, inputs, rows_apart=False)
+    like, slots = inputs.v, int(second.numbers["slots"])
+    arrays = given._asdict() | {"d_o": grads.o, "saved": kept}
+    arrays |= {
+        name: torch.empty_like(getattr(inputs, name[1:])) for name in ("dq", "dk", "dv", "dg", "dbeta")
     }
+    for name, width in (("dA_part", ()), ("dbias_part", (r.K,))):
+        arrays[name] = like.new_empty((slots, r.HV, *width), dtype=torch.float32)
+    arrays |= buffers_of(first, like) | buffers_of(second, like)
+    before = separately(first, layout, like, arrays)
+    steps = {**before, "gradients": separately(second, layout, like, arrays)["grads"]}
     for run in steps.values():
         run()
     saved = () if kept is None else (kept,)

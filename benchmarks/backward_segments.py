@@ -26,8 +26,6 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
-from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.segments import forward as segments
 from kdacore_reference.oracle import oracle_backward
 
 PRESET = "backward-segments"
@@ -45,7 +43,7 @@ def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: 
 def with_kept(request: Request, inputs: ChunkInputs) -> tuple[Request, torch.Tensor | None]:
     """The call as one with gradients, and what its forward kept of its segments."""
     request = replace(request, needs_grad=True)
-    if chosen(request).saves != "maps" or not segments.plan_of(request).keeps:
+    if chunk_backward.saved_kind(request) != "maps":
         return request, None
     return request, chunk_forward.forward(request, inputs).saved[0]
 

@@ -197,14 +197,19 @@ import dataclasses
 from kdacore.bench.dispatch import NullPlugin
 from kdacore.hookspecs import hookimpl
 from kdacore.registry import REGISTRY
-from kdacore.types import Outputs
+from kdacore.types import InputGrads, Outputs
+def do_nothing(request, inputs):
+    o = inputs.v.new_empty(inputs.v.shape) if inputs.out is None else inputs.out
+    return Outputs(o, inputs.initial_state if request.output_final_state else None)
+def no_gradients(request, inputs, saved, grads):
+    return InputGrads(*[None if x is None else x.new_empty(x.shape) for x in inputs[:8]])
 class Chosen(NullPlugin):
     @hookimpl
     def kdacore_backends(self):
         (null,) = super().kdacore_backends()
-        op = dataclasses.replace(null.ops["chunk_kda"], forward=lambda request, inputs: Outputs(inputs.out),
-                                 cost=lambda request: 1e-9)
-        return [dataclasses.replace(null, name="chosen", auto_kinds=None, ops={"chunk_kda": op})]
+        ops = {name: dataclasses.replace(op, forward=do_nothing, backward=no_gradients, cost=lambda request: 1e-9)
+               for name, op in null.ops.items()}
+        return [dataclasses.replace(null, name="chosen", auto_kinds=None, ops=ops)]
 REGISTRY.register(Chosen(), "chosen")
 """
 _NUMPY_LENGTHS = """
@@ -346,17 +351,13 @@ def _quantities(device: str) -> dict[str, str]:
 def _lengths(start: str) -> dict[str, str]:
     """Calls of a server whose lengths change at every step, and training steps whose lengths do."""
     pack = start + "import kdacore\n" + _ONCE_EACH + _POOL_PACK
-    training = (
-        start + "import kdacore\n" + _ONCE_EACH + _TRAINING.replace("TOKENS", "285") + _TRAINING_LENGTHS
-    )
+    steps = _TRAINING.replace("TOKENS", "285") + _TRAINING_LENGTHS
+    training = start + "import kdacore\n" + _ONCE_EACH + steps
+    above = "above(once_each([a for a, _ in steps]), once_each([b for _, b in steps]))\n"
+    alone = start + "import kdacore\n" + _CHOSEN_NULL + _ONCE_EACH
     return {
         "new lengths, chunk_kda, pack from a pool": pack + _PASS,
-        "new lengths, the same, front end alone": start
-        + "import kdacore\n"
-        + _CHOSEN_NULL
-        + _ONCE_EACH
-        + _POOL_PACK
-        + _PASS,
+        "new lengths, the same, front end alone": alone + _POOL_PACK + _PASS,
         "new lengths among the last 1,000": pack + "print(once_each(calls, passes=3))\n",
         "new lengths, the same again": pack + "print(once_each([calls[500]] * 2000))\n",
         "new lengths, fused_recurrent_kda from a pool": start
@@ -364,8 +365,12 @@ def _lengths(start: str) -> dict[str, str]:
         + _ONCE_EACH
         + _POOL_DECODE
         + _PASS,
-        "new lengths, training, above an empty function": training
-        + "above(once_each([a for a, _ in steps]), once_each([b for _, b in steps]))\n",
+        "new lengths, fused_recurrent_kda, front end alone": alone + _POOL_DECODE + _PASS,
+        "new lengths, training, front end alone, above an empty function": alone
+        + 'options["backend"] = "chosen"\n'
+        + steps
+        + above,
+        "new lengths, training, above an empty function": training + above,
         "new lengths, training, the same again, above an empty function": training
         + "above(once_each([steps[0][0]] * 600), once_each([steps[0][1]] * 600))\n",
     }

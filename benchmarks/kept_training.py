@@ -9,9 +9,11 @@ block.
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import torch
 
+from benchmarks.cuda_launches import buffers_of, separately
 from benchmarks.launches import inputs_of, on_host, row, training_arguments
 from kdacore.bench import arrays as made
 from kdacore.bench import results
@@ -22,8 +24,11 @@ from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward.kernels import prepare_kernel, scan_kernel, scan_outputs_kernel
+from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.chunk_forward import CHUNK
+from kdacore_cuda.forms.kept import launches as forward_launches
+from kdacore_cuda.forms.torch_forward import readable
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 OUTPUT_BOUND, GRADIENT_BOUND = 9e-3, 1.6e-2
@@ -68,27 +73,28 @@ def gate(case: Case, timed: tuple[Request, Request, ChunkInputs, OutputGrads]) -
 
 def steps_of(plain: Request, kept: Request, inputs: ChunkInputs, grads: OutputGrads) -> dict[str, Step]:
     """What is timed."""
-    plan = chunk_backward.plan_of(kept)
-    o = torch.empty_like(inputs.v)
-    work = chunk_backward.make_workspace(plan, inputs.q, *chunk_backward.WORKSPACE) | {"d_o": grads.o, "o": o}
-    prepare = prepare_kernel(plan.float_gate, plan.bounded)
-    heads = kept.N * kept.HV
-
-    def outputs(warpgroups: int) -> Step:
-        return lambda: chunk_backward.launch(scan_outputs_kernel(warpgroups), plan, inputs, work)
-
-    def reverse(warpgroups: int) -> Step:
-        blocks = 2 // warpgroups * heads
-        return lambda: chunk_backward.launch(scan_kernel(warpgroups), plan, inputs, work, blocks)
-
-    chunk_backward.launch(prepare, plan, inputs, work)
+    given, layout = readable(CHUNK, kept, inputs, rows_apart=False)
+    like, wanted = inputs.v, InputGrads(*[x is not None for x in inputs[: len(InputGrads._fields)]])
+    arrays = given._asdict() | {"o": torch.empty_like(like), "d_o": grads.o}
+    alone: dict[str, Step] = {}
+    for n in (1, 2):
+        with (
+            mock.patch.object(forward_launches, "one_way_warpgroups", lambda *given, n=n: n),
+            mock.patch.object(backward_launches, "one_way_warpgroups", lambda *given, n=n: n),
+        ):
+            forward = forward_launches.launches_of(kept)
+            reverse = backward_launches.launches_of(kept, wanted, "operands").first
+        if n == 1:
+            arrays |= buffers_of(forward, like) | buffers_of(reverse, like)
+            separately(forward, layout, like, arrays)["prepare"]()
+        alone[f"kept outputs, {n} warpgroups"] = separately(forward, layout, like, arrays)["outputs"]
+        alone[f"kept reverse, {n} warpgroups"] = separately(reverse, layout, like, arrays)["scan"]
     return {
         "recomputed training": lambda: train(plain, inputs, grads),
         "kept training": lambda: train(kept, inputs, grads),
         "recomputed forward": lambda: chunk_forward.forward(plain, inputs),
         "kept forward": lambda: chunk_forward.forward(kept, inputs),
-        **{f"kept outputs, {n} warpgroups": outputs(n) for n in (1, 2)},
-        **{f"kept reverse, {n} warpgroups": reverse(n) for n in (1, 2)},
+        **alone,
     }
 
 

@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 
+from benchmarks.cuda_launches import buffers_of, separately
+from benchmarks.few_heads import in_form
 from benchmarks.launches import hold, inputs_of, on_host, row
 from kdacore.bench import results
 from kdacore.bench.cases import Case
@@ -20,10 +22,11 @@ from kdacore.bench.results import Figure, Results, Row
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.chunk_forward import CHUNK
+from kdacore_cuda.forms.segments import launches as segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths, choose_lengths
-from kdacore_cuda.runtime import torch_launch
+from kdacore_cuda.forms.torch_forward import readable
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton
 
@@ -36,22 +39,20 @@ def gate(case: Case) -> None:
     for gates in ("random", "init"):
         request, inputs, _ = inputs_of(short, gates)
         want = oracle_forward(request, on_host(inputs))
-        hold(f"segments against the oracle, {gates}", chunk_forward_segments.forward(request, inputs), want)
+        hold(f"segments against the oracle, {gates}", in_form(request, inputs, 2, True)(), want)
     request, inputs, _ = inputs_of(case, "random")
     want = chunk_forward.forward(request, inputs)
-    hold("segments against the fused kernel", chunk_forward_segments.forward(request, inputs), want)
+    hold("segments against the fused kernel", in_form(request, inputs, 2, True)(), want)
 
 
 def launches(request: Request, inputs: ChunkInputs) -> dict[str, Step]:
     """The launches of a call in segments, each on what the ones before it left."""
-    call = chunk_forward_segments.prepare_call(request, inputs)
-    arch = chunk_forward_segments.plan_of(request).chunks.arch
-
-    def step(at: int) -> Step:
-        _, launcher, grid, values = call.launches[at]
-        return lambda: torch_launch.launch(launcher, grid, arch, call.outputs.o, values)
-
-    steps = {name: step(at) for at, (name, *_) in enumerate(call.launches)}
+    r, made = request, segments.launches_of(request)
+    given, layout = readable(CHUNK, r, inputs)
+    arrays = given._asdict() | {"o": torch.empty_like(inputs.v)} | buffers_of(made, inputs.v)
+    if r.output_final_state:
+        arrays["final_state"] = inputs.v.new_empty(r.state_shape, dtype=getattr(torch, r.state_dtype))
+    steps = separately(made, layout, inputs.v, arrays)
     for run in steps.values():
         run()
     return steps
@@ -61,7 +62,7 @@ def contenders(case: Case, gates: str, only_segments: bool = False) -> dict[str,
     """By name: the launches, all of them, the fused kernel (``main`` turns segments off), Triton."""
     request, inputs, _ = inputs_of(case, gates)
     steps = {f"segments {name}": step for name, step in launches(request, inputs).items()}
-    steps["segments all"] = lambda: chunk_forward_segments.forward(request, inputs)
+    steps["segments all"] = in_form(request, inputs, 2, True)
     if not only_segments:
         steps["fused all"] = lambda: chunk_forward.forward(request, inputs)
         steps["triton all"] = lambda: triton.forward(request, inputs)

@@ -29,14 +29,22 @@ def _module(name: str, before: str) -> Any:
     return import_module(f"kdacore_cuda.{name if folders else before}")
 
 
-launch = _module("runtime.launcher", "launch")
-prepacked_launch = _module("runtime.prepacked_launch", "prepacked_launch")
 torch_launch = _module("runtime.torch_launch", "torch_launch")
 Driver = _module("runtime.driver", "driver").Driver
 
 NAME = "stub"
 _HOPPER = Device("cuda", 0, "sm_90")
 _SOURCE = """
+int cuCtxGetCurrent(void** c) { *c = 0; return 0; }
+int cuCtxGetDevice(int* device) { *device = 0; return 0; }
+int cuCtxPushCurrent_v2(void* c) { return 0; }
+int cuCtxPopCurrent_v2(void** c) { return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 16 ? 132 : attribute == 75 ? 9 : 0; return 0; }
+int cuMemcpyDtoDAsync_v2(void* to, const void* from, unsigned long size, void* stream) { return 0; }
+int cuMemsetD8Async(void* at, unsigned char value, unsigned long size, void* stream) { return 0; }
+int cuStreamGetCtx(void* s, void** c) { *c = 0; return 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return 0; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   *l = (void*)1; return 0; }
 int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)1; return 0; }
@@ -114,13 +122,39 @@ def _replace_driver() -> None:
     subprocess.run(command, check=True)
     driver: Any = Driver(str(library))
     changes: list[tuple[Any, str, Any]] = [
-        (launch, "driver", lambda: driver),
-        (prepacked_launch, "driver", lambda: driver),
-        (launch, "load_or_compile", lambda kernel, arch: b""),
         (torch_launch, "multiprocessors", lambda index: 132),
         (torch_launch, "memory_rate", lambda index: 3.35e12),
         (torch_launch, "current_device", lambda: -1),  # where CPU tensors say they are
         (torch_launch, "current_stream", lambda index: 0),
+        *(_of_executor if find_spec("kdacore_cuda.runtime.executor") else _of_launchers)(driver, library),
     ]
     for module, name, value in changes:
         setattr(module, name, value)
+
+
+def _of_executor(driver: Any, library: Path) -> list[tuple[Any, str, Any]]:
+    """What makes launches go to the stub."""
+    executor, program = (import_module(f"kdacore_cuda.runtime.{name}") for name in ("executor", "program"))
+    find_executor = import_module("kdacore_cuda.build.packaged_executors").find_executor
+    native = executor.NativeExecutor(find_executor(), str(library))
+
+    def cubin_of(kernel: Any, arch: str) -> tuple[int, bytes]:
+        return program.cubin_id(kernel.name.encode()), b"no machine code"
+
+    return [
+        (executor.driver, "driver", lambda: driver),
+        (executor, "executor", lambda: native),
+        (program, "cubin_of", cubin_of),
+        (torch_launch, "cubin_of", cubin_of),
+    ]
+
+
+def _of_launchers(driver: Any, library: Path) -> list[tuple[Any, str, Any]]:
+    """The same before launches went through one executor."""
+    launch = _module("runtime.launcher", "launch")
+    prepacked_launch = _module("runtime.prepacked_launch", "prepacked_launch")
+    return [
+        (launch, "driver", lambda: driver),
+        (prepacked_launch, "driver", lambda: driver),
+        (launch, "load_or_compile", lambda kernel, arch: b""),
+    ]

@@ -6,20 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 from kdacore.ops import OpDef
-from kdacore.types import ArrayKind, Backend, Device, FastCall, OpImpl, Request, TensorSpec
-
-ArrayTest = Callable[[dict[str, Any], bool], "tuple[str, dict[str, Any]] | None"]
-"""Arrays by argument name, and whether strides count, to a Python expression in those names and the values it uses. The
-expression is true of arrays that validation and selection cannot tell from these: same type, dtype, device, shape, and
-strides if they count (those of arrays that a call may write always count). None for arrays that must take the ordinary
-path."""
-
-FamilyTest = Callable[[dict[str, Any]], "tuple[str, dict[str, Any]] | None"]
-"""As :data:`ArrayTest`, of arrays that validation and selection can tell from these by their sizes alone: the numbers
-of their axes are the same, strides may be any."""
-
-FastGradientsOf = Callable[[Any, Request, Any], "FastCall | None"]
-"""``fast_gradients(plan, request, inputs)``."""
+from kdacore.types import ArrayKind, Backend, Device, OpImpl, Request, TensorSpec
 
 
 class Differentiated(Protocol):
@@ -55,11 +42,6 @@ class Plan(Protocol):
         """Raise PluginError where gradients that a backend returned, None where not wanted, do not fit the request."""
         ...
 
-    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
-        """Raise PluginError where the first results of a backend's fast path do not fit the request. ``saves``: arrays
-        saved for the backward may follow them."""
-        ...
-
     def failed(self, function: str, error: BaseException) -> None:
         """Say of an error that a function of the backend raised whose it is; to be followed by ``raise``."""
         ...
@@ -78,24 +60,10 @@ class Adapter(Protocol):
     knows_grad: bool
     """False where :meth:`needs_grad` can only say that a gradient may be asked for later."""
 
-    fast_path: Any
-    """Dispatch's memory of calls with these arrays. None until it is needed."""
-
-    @property
-    def array_test(self) -> ArrayTest | None:
-        """The library's part of recognising a call that was made before; None where calls are not recognised."""
-        ...
-
-    @property
-    def family_test(self) -> FamilyTest | None:
-        """The same for calls that differ from it in lengths."""
-        ...
-
-    @property
-    def fast_gradients(self) -> FastGradientsOf | None:
-        """The ``fast_path`` of plans with gradients: the backend's, joined to the library's differentiation. None where
-        the library has none."""
-        ...
+    recognisable: bool
+    """Whether calls with these arrays may be recognised as like earlier ones."""
+    seen_calls: Any
+    """What :mod:`kdacore.acceleration` remembers of calls with these arrays. None until it is needed."""
 
     def runner(self, plan: Any, inputs: Any) -> Run:
         """The function that runs this call and those recognised as the same."""

@@ -37,10 +37,8 @@ class _JaxAdapter:
     kind: ArrayKind = "jax"
     immutable = True
     knows_grad = False
-    array_test = None
-    family_test = None
-    fast_path: Any = None
-    fast_gradients = None
+    recognisable = False
+    seen_calls: Any = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return self.run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdacore.arrays.base import Memory
-from kdacore.ops import WRITABLE_ARGUMENTS, OpDef
+from kdacore.ops import OpDef
 from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 if TYPE_CHECKING:
@@ -22,14 +22,8 @@ class _NumpyAdapter:
     immutable = False
     knows_grad = True
 
-    fast_path: Any = None
-    fast_gradients = None
-
-    def array_test(self, arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
-        return _array_test(arrays, same_strides)
-
-    def family_test(self, arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        return _family_test(arrays)
+    recognisable = True
+    seen_calls: Any = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _run
@@ -120,40 +114,6 @@ def _without_subclasses(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[An
 
 def _run(plan: Plan, inputs: Any) -> Any:
     return plan.forward(plan.request, inputs)
-
-
-def _array_test(arrays: dict[str, Any], same_strides: bool) -> tuple[str, dict[str, Any]] | None:
-    """See :data:`kdacore.arrays.base.ArrayTest`. NumPy has one object for each native dtype; another one, of
-    the other byte order say, is never that object and takes the ordinary path."""
-    if not all(type(x) is np.ndarray for x in arrays.values()):
-        return None
-    tests = [
-        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.shape == shape_{name}"
-        for name in arrays
-    ]
-    tests += [
-        f"{name}.strides == strides_{name}" for name in arrays if same_strides or name in WRITABLE_ARGUMENTS
-    ]
-    tests += [
-        f"{name}.flags.writeable is {x.flags.writeable}"
-        for name, x in arrays.items()
-        if name in WRITABLE_ARGUMENTS
-    ]
-    values: dict[str, Any] = {"ndarray": np.ndarray}
-    for name, x in arrays.items():
-        values |= {f"dtype_{name}": x.dtype, f"shape_{name}": x.shape, f"strides_{name}": x.strides}
-    return " and ".join(tests), values
-
-
-def _family_test(arrays: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """See :data:`kdacore.arrays.base.FamilyTest`."""
-    if not all(type(x) is np.ndarray for x in arrays.values()):
-        return None
-    tests = [
-        f"type({name}) is ndarray and {name}.dtype is dtype_{name} and {name}.ndim == {x.ndim}"
-        for name, x in arrays.items()
-    ]
-    return " and ".join(tests), {"ndarray": np.ndarray, **{f"dtype_{n}": x.dtype for n, x in arrays.items()}}
 
 
 NUMPY = _NumpyAdapter()

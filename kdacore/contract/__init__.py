@@ -290,11 +290,18 @@ LENGTH_FIELDS: tuple[int, ...] = tuple([Request._fields.index(name) for name in 
 TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
 
 
+_TABLES = frozenset({"state_indices", "write_indices"})
+"""Arrays whose second axis, where they have one, is a length of its own."""
+
+
 def lengths_of(request: Request) -> Hashable:
-    """All that tells a request from others of its family."""
+    """All that tells a request from others of its family. The shapes of its arrays follow from this."""
     r = request
-    shapes = tuple([spec.shape for _, spec in r.tensors])
-    return r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count, shapes
+    found = r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count
+    if r.state_indices_ndim < 2 and r.write_indices_ndim < 2:
+        return found
+    tables = [spec.shape for name, spec in r.tensors if name in _TABLES]
+    return found, *[shape[1] for shape in tables if len(shape) == 2]
 
 
 def family_of(request: Request) -> Hashable:

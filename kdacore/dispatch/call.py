@@ -1,9 +1,11 @@
-"""A public call: one dictionary look-up, or one generated test, when a call like it has been made before."""
+"""A public call: recognise it as one like an earlier call, or plan it; then run it."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from kdacore import contract, plugin_faults
 from kdacore.arrays import Adapter, adapter_of, is_spec
@@ -11,7 +13,6 @@ from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import (
     PREFERENCE,
-    RECORDS,
     Plan,
     asked_of,
     cached_plan,
@@ -25,11 +26,6 @@ from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Request, Selection
 
-if TYPE_CHECKING:
-    from kdacore.arrays.base import Outline
-    from kdacore.dispatch.fast_path import FastPath
-
-
 _new_tuple: Any = tuple.__new__
 """Makes the named tuple of an op's arrays in half the time of its constructor."""
 
@@ -38,7 +34,7 @@ _new_tuple: Any = tuple.__new__
 def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: object = None) -> Any:
     """Run one public call. Returns what the backend's forward returns, or the beginning of it that callers see.
 
-    ``arrays``: as in the op's inputs, but a plain tuple, since a call seen before needs no more.
+    ``arrays``: as in the op's inputs, but a plain tuple, since a call that is recognised needs no more.
 
     Raises:
         ContractError: the call breaks the contract.
@@ -53,50 +49,29 @@ def call(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...], backen
         return torch_operators.call(opdef, arrays, options, backend, eager_call=call)
     if backend is not None and type(backend) is not str:  # which may compare as it likes
         backend = current_policy(opdef, backend).forced
-    first = arrays[0]
-    adapter = ADAPTERS.get(type(first)) or adapter_of(first)
+    adapter = ADAPTERS.get(type(arrays[0])) or _adapter(opdef, arrays, options)
+    asked = (backend, PREFERENCE.get())
+    seen_calls = adapter.seen_calls
+    run = None if seen_calls is None else seen_calls.recognise(opdef.name, arrays, options, asked)
+    if run is None:
+        run = _plan(opdef, adapter, arrays, options, asked)
+    return run(arrays)
+
+
+def _adapter(opdef: OpDef, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Adapter:
+    """The adapter of a call's arrays."""
+    adapter = adapter_of(arrays[0])
     if adapter is None:
         contract.build_request(opdef, opdef.inputs(*arrays), options)  # names the argument at fault
-        raise ContractError(opdef.name, opdef.arrays[0], type(first).__name__, "an array")
-    asked = (backend, PREFERENCE.get())
-    fast_path: FastPath | None = adapter.fast_path
-    seen = None
-    if fast_path is not None:
-        for kept in fast_path.calls.get(opdef.name, ()):
-            if asked == kept.asked and kept.matches(arrays, options):
-                seen = kept
-                break
-    if seen is not None and seen.fast_call is not None:
-        try:
-            outputs = seen.fast_call(arrays)
-        except BaseException as error:
-            seen.plan.failed("fast path", error)
-            raise
-        if outputs is not None:
-            for records in RECORDS.get():
-                records.append(seen.plan.selection)
-            return outputs
+        raise ContractError(opdef.name, opdef.arrays[0], type(arrays[0]).__name__, "an array")
+    return adapter
+
+
+def _plan(
+    opdef: OpDef, adapter: Adapter, arrays: tuple[Any, ...], options: tuple[Any, ...], asked: Any
+) -> Callable[[tuple[Any, ...]], Any]:
+    """Look at the arrays of a call that was not recognised, and plan it. What is returned runs it."""
     inputs = _new_tuple(opdef.inputs, arrays)
-    if seen is not None:
-        plan = seen.plan
-        if plan.check is not None or not plan.results_checked:
-            return execute(plan, inputs, seen.run)
-        for records in RECORDS.get():
-            records.append(plan.selection)
-        return seen.run(plan, inputs)
-    found = None if fast_path is None else fast_path.plan_of(opdef.name, arrays, options, asked)
-    if fast_path is None or found is None:
-        return _unrecognised(opdef, adapter, inputs, options, backend, asked)
-    plan, run = found
-    outlines = _checked(plan, inputs, adapter)
-    fast_path.note(opdef.name, inputs, options, asked, plan)
-    return execute(plan, inputs, run, outlines)
-
-
-def _unrecognised(
-    opdef: OpDef, adapter: Adapter, inputs: Any, options: tuple[Any, ...], backend: Any, asked: Any
-) -> Any:
-    """Run a call that no test recognises: look at its arrays, plan it, take note of it."""
     if adapter.immutable:  # JAX
         inputs = adapter.unwrapped(inputs)
     torch = sys.modules.get("torch")
@@ -109,59 +84,54 @@ def _unrecognised(
     if not as_given:
         inputs = _new_tuple(opdef.inputs, readable)
     if by_operators:
-        from kdacore.dispatch import torch_operators
-
-        return torch_operators.outside_graph(opdef, inputs, plain_options(options), backend, call)
+        return functools.partial(_run_by_operators, opdef, inputs, options, asked)
     plan = cached_plan(adapter, opdef, inputs, options, asked, _plan_of_call)
-    outlines = _checked(plan, inputs, adapter)
-    if adapter.fast_path is None or as_given:  # otherwise it would never recognise this call
-        _take_note(opdef, adapter, inputs, options, asked, plan)
-    return execute(plan, inputs, plan.run, outlines)
+    note = functools.partial(_take_note, opdef, adapter, inputs, options, asked, plan)
+    return functools.partial(
+        _run, plan, inputs, note if as_given else None
+    )  # others would never be recognised
 
 
-def _checked(plan: Plan, inputs: Any, adapter: Adapter) -> list[Outline] | None:
-    """Check what a call writes or saves. Calls recognised as made before have the same strides in what they write."""
+def _run(plan: Plan, inputs: Any, note: Callable[[], None] | None, arrays: tuple[Any, ...]) -> Any:
+    """Run a planned call. ``inputs`` stand for ``arrays``, the caller's, as backends may read them."""
+    outlines, adapter = None, plan.adapter
     if plan.writes:
         from kdacore.contract.aliasing import check_memory
 
-        return check_memory(plan.request, inputs, adapter)
-    if plan.request.needs_grad:
+        outlines = check_memory(plan.request, inputs, adapter)
+    elif plan.request.needs_grad:
         adapter.check_saved(plan.request, inputs)
-    return None
+    if note is not None:
+        note()
+    return execute(plan, inputs, plan.run, outlines)
+
+
+_called: set[Adapter] = set()
+"""Of the arrays of calls that were made while there was no memory of calls."""
 
 
 def _take_note(
     opdef: OpDef, adapter: Adapter, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan
 ) -> None:
     """Let calls like this one be recognised from now on, if they keep coming."""
-    fast_path: FastPath | None = adapter.fast_path
-    new = not plan.results_checked
-    if fast_path is None:
-        if adapter.array_test is None:
+    if adapter.seen_calls is None:
+        if not adapter.recognisable:
             return
-        if new and adapter not in _called:  # a process that makes one call does without
+        if not plan.results_checked and adapter not in _called:  # a process that makes one call does without
             _called.add(adapter)
             return
-        fast_path = _start_fast_path(adapter)
-        if not new:  # a call like this one came before there was a memory
-            fast_path.note(opdef.name, inputs, options, asked, plan)
-    fast_path.note(opdef.name, inputs, options, asked, plan)
-    if new:
-        fast_path.note_new(opdef.name, inputs, options, asked, plan, current_policy(opdef, asked[0]))
+    from kdacore.dispatch import recognition  # here, for the same reason
+
+    recognition.note(opdef, adapter, inputs, options, asked, plan)
 
 
-_called: set[Adapter] = set()
-"""Of the arrays of calls that were made before there was a memory of them."""
+def _run_by_operators(
+    opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any, arrays: tuple[Any, ...]
+) -> Any:
+    """Run a call of tensor subclasses, or one that is exported, through the ``torch.library`` operators."""
+    from kdacore.dispatch import torch_operators
 
-
-def _start_fast_path(adapter: Adapter) -> FastPath:
-    """The memory of calls with arrays of this kind, made when it is first needed."""
-    from kdacore.dispatch.fast_path import FastPath
-
-    fast_path = FastPath(adapter)
-    REGISTRY.on_change(fast_path.clear)
-    adapter.fast_path = fast_path
-    return fast_path
+    return torch_operators.outside_graph(opdef, inputs, plain_options(options), asked[0], call)
 
 
 def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:

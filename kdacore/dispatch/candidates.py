@@ -2,7 +2,7 @@
 
 Verifiers and costs may read anything of a request, so they are asked for every new call. A server's calls differ in
 lengths alone, and most of what is asked does not depend on those: a :class:`Judge` answers for all calls of a family
-(:mod:`kdacore.contract.lengths`), and asks once what stays the same.
+(:func:`kdacore.contract.family_of`), and asks once what stays the same.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class Judge:
         "_general",
         "_lacking",
         "_places",
-        "_predict",
         "_reasons",
+        "_sizes_are_numbers",
         "_verified",
         "always",
         "impl",
         "lasts",
+        "predict",
         "registered",
         "tested",
     )
@@ -75,6 +76,8 @@ class Judge:
         self.tested = bool(request.device.arch) and request.device.arch in archs
         """Whether the op has been tested on the device's architecture."""
         self._verified = PORTABLE in archs or request.device.arch in archs
+        # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
+        self._sizes_are_numbers = request.kind != "jax" or backend.traceable
         self.always: Candidate | None = None
         """The answer to every call of the family, where none of it depends on lengths."""
         self._checks: tuple[Verifier, ...] | None = None
@@ -85,7 +88,8 @@ class Judge:
         """The reasons of the other verifiers, with their places."""
         self._able: Candidate | None = None
         """The answer where no verifier objects, made at the first such call."""
-        self._predict: Callable[[Request], Prediction | None] | None = None
+        self.predict: Callable[[Request], Prediction | None] = self._first_prediction
+        """Predicts the cost of a call that the backend can serve."""
         # Verifiers are asked about arrays and devices of the backend's own only.
         if impl is None:
             self.always = Candidate(backend.name, tuple(self._general), None, backend.rank, False)
@@ -104,12 +108,7 @@ class Judge:
         """Every reason against one call of the family. Its cost is not predicted yet."""
         if self.always is not None:
             return self.always
-        # jax.export's symbolic sizes do not compare as numbers do: only who can be traced has to know about them.
-        if (
-            request.kind == "jax"
-            and not self.registered.backend.traceable
-            and not isinstance(request.B * request.T * request.N, int)
-        ):
+        if not self._sizes_are_numbers and not isinstance(request.B * request.T * request.N, int):
             return self._candidate(tuple(self._general))
         if self._checks is None:
             return self._first(request)
@@ -155,11 +154,9 @@ class Judge:
             self.always = candidate
         return candidate
 
-    def with_cost(self, candidate: Candidate, request: Request) -> Candidate:
-        """The answer to a call that the backend can serve, with its predicted cost."""
-        if self._predict is None:
-            self._predict = _predictor(self.registered, self.impl)
-        return _priced(candidate, self._predict(request))
+    def _first_prediction(self, request: Request) -> Prediction | None:
+        self.predict = _predictor(self.registered, self.impl)
+        return self.predict(request)
 
 
 _OWN_ESTIMATE = "estimated by the backend itself"
@@ -187,7 +184,7 @@ def _predictor(registered: Registered, impl: OpImpl | None) -> Callable[[Request
     return estimate
 
 
-def _priced(c: Candidate, found: Prediction | None) -> Candidate:
+def priced(c: Candidate, found: Prediction | None) -> Candidate:
     """The candidate with its predicted cost, if there is a prediction."""
     if found is None:
         return c
@@ -215,7 +212,7 @@ def with_costs(request: Request, candidates: tuple[Candidate, ...]) -> tuple[Can
 def _with_cost(candidate: Candidate, request: Request) -> Candidate:
     registered = REGISTRY.get(candidate.backend)
     predict = _predictor(registered, registered.backend.ops.get(request.op))
-    return _priced(candidate, predict(request))
+    return priced(candidate, predict(request))
 
 
 def _place(found: tuple[int, Reason]) -> int:

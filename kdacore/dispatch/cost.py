@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from kdacore.dispatch import cost_tables
 from kdacore.dispatch.cost_tables import Columns, Group, Table, Variant
@@ -115,14 +116,36 @@ Points = Sequence[tuple[float, float]]
 """Tokens of a sequence and seconds, ascending."""
 
 
+class _Line(NamedTuple):
+    """Times between two measured sizes, or beyond the last: ``seconds + slope * (tokens - start)``."""
+
+    start: float
+    seconds: float
+    slope: float
+
+
+class _Column(NamedTuple):
+    """What was measured with one number of items, prepared once so that a prediction is a search and a product."""
+
+    tokens: tuple[float, ...]
+    """Tokens of a sequence, ascending."""
+    lines: tuple[_Line, ...]
+    """One for each place of a size among ``tokens``, the last for larger ones."""
+    nearest: float
+    """The fewest tokens that are within reach."""
+    farthest: float
+
+
 class _Variant(NamedTuple):
     """One measured variant of calls, as compared with those that are predicted."""
 
-    columns: Columns
+    columns: tuple[_Column, ...]
     counts: tuple[int, ...]
     """The numbers of items that were measured, ascending."""
-    said: str
-    """What of the measured calls is not as in these, and where they were measured."""
+    measured: str
+    """The source of a prediction: what of the measured calls is not as in these, and where they were measured."""
+    interpolated: str
+    extrapolated: str
 
 
 _Measured = tuple[_Variant, ...]
@@ -140,9 +163,8 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
         found.append(
             tuple(
                 [
-                    _Variant(
+                    _variant(
                         variants[other],
-                        tuple(variants[other]),
                         f"{_other(own, group, variant, other)} ({table.device}; {table.source})",
                     )
                     for other in ordered
@@ -152,29 +174,79 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
     return tuple(found)
 
 
+def _variant(columns: Columns, said: str) -> _Variant:
+    prepared = tuple([_column(points) for points in columns.values()])
+    sources = [how + said for how in ("measured", "interpolated", "extrapolated")]
+    return _Variant(prepared, tuple(columns), *sources)
+
+
+def _column(points: Points) -> _Column:
+    (first, at_first), (last, at_last) = points[0], points[-1]
+    lines = [_Line(first, at_first, 0.0)]
+    for (t0, s0), (t1, s1) in pairwise(points):
+        lines.append(_Line(t0, s0, (s1 - s0) / (t1 - t0)))
+    beyond = max(lines[-1].slope, 0.0) if len(points) > 1 else at_first / first
+    lines.append(_Line(last, at_last, beyond))
+    return _Column(tuple([t for t, _ in points]), tuple(lines), first / REACH, last * REACH)
+
+
 def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
     """From the nearest variant that was measured around the sizes, else the nearest that was measured near them."""
-    for reach in (1.0, REACH):
-        for columns, counts, said in ordered:
-            # The measured numbers of items below and above, the outermost one twice beyond it.
+    for variant in ordered:
+        counts = variant.counts
+        if counts[0] <= items <= counts[-1]:
             i = bisect_left(counts, items)
-            high = counts[i] if i < len(counts) else counts[-1]
-            low = high if high == items or i in (0, len(counts)) else counts[i - 1]
-            if not low / reach <= items <= high * reach:
+            above = variant.columns[i]
+            if not above.tokens[0] <= tokens <= above.tokens[-1]:
                 continue
-            below, above = columns[low], columns[high]
-            if _reaches(below, tokens, reach) and _reaches(above, tokens, reach):
-                seconds = _column(below, tokens)
-                if (
-                    low == high
-                ):  # beyond the most items time grows with them; the fewest do not fill the device
-                    seconds *= max(items / high, 1.0)
-                else:
-                    seconds += (_column(above, tokens) - seconds) * (items - low) / (high - low)
-                exact = low == high == items and tokens in [t for t, _ in below]
-                how = "measured" if exact else "interpolated" if reach == 1.0 else "extrapolated"
-                return Prediction(seconds, how + said)
+            if counts[i] == items:
+                exact = above.tokens[bisect_left(above.tokens, tokens)] == tokens
+                source = variant.measured if exact else variant.interpolated
+                return _prediction(_seconds(above, tokens), source)
+            below = variant.columns[i - 1]
+            if below.tokens[0] <= tokens <= below.tokens[-1]:
+                return _prediction(_between(variant, i, tokens, items), variant.interpolated)
+    for variant in ordered:
+        found = _near(variant, tokens, items)
+        if found is not None:
+            return found
     return None
+
+
+def _prediction(*fields: Any) -> Prediction:
+    made: Prediction = tuple.__new__(Prediction, fields)  # in half the time of its constructor
+    return made
+
+
+def _near(variant: _Variant, tokens: float, items: int) -> Prediction | None:
+    """From a variant that was measured within reach of the sizes."""
+    counts = variant.counts
+    i = bisect_left(counts, items)
+    # The measured numbers of items below and above, the outermost one twice beyond it.
+    high = min(i, len(counts) - 1)
+    low = high if i in (0, len(counts)) or counts[high] == items else high - 1
+    if not counts[low] / REACH <= items <= counts[high] * REACH:
+        return None
+    for column in variant.columns[low : high + 1]:
+        if not column.nearest <= tokens <= column.farthest:
+            return None
+    if low < high:
+        return Prediction(_between(variant, high, tokens, items), variant.extrapolated)
+    # Beyond the most items time grows with them; the fewest do not fill the device.
+    seconds = _seconds(variant.columns[high], tokens) * max(items / counts[high], 1.0)
+    return Prediction(seconds, variant.extrapolated)
+
+
+def _between(variant: _Variant, high: int, tokens: float, items: int) -> float:
+    """Seconds of so many items, between the column of this number and the one before."""
+    few, many = variant.counts[high - 1 : high + 1]
+    seconds = _seconds(variant.columns[high - 1], tokens)
+    return seconds + (_seconds(variant.columns[high], tokens) - seconds) * (items - few) / (many - few)
+
+
+def _seconds(column: _Column, tokens: float) -> float:
+    start, seconds, slope = column.lines[bisect_left(column.tokens, tokens)]
+    return seconds + slope * (tokens - start)
 
 
 def _difference(one: Variant, other: Variant) -> int:
@@ -188,21 +260,3 @@ def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str
     if group.op != own.op:
         other.insert(0, group.op)
     return f" from calls with {', '.join(other)}" if other else ""
-
-
-def _reaches(sizes: Points, tokens: float, reach: float) -> bool:
-    return sizes[0][0] / reach <= tokens <= sizes[-1][0] * reach
-
-
-def _column(points: Points, tokens: float) -> float:
-    """Seconds at so many tokens; the first time for fewer, for more along the last two."""
-    i = bisect_left(points, (tokens, 0.0))
-    if i == 0:
-        return points[0][1]
-    if len(points) == 1:
-        return points[0][1] * tokens / points[0][0]
-    (t0, s0), (t1, s1) = points[i - 1 : i + 1] if i < len(points) else points[-2:]
-    slope = (s1 - s0) / (t1 - t0)
-    if tokens > t1:
-        return s1 + max(slope, 0.0) * (tokens - t1)
-    return s0 + slope * (tokens - t0)

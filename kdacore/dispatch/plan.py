@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
+import math
 import numbers
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,26 +19,24 @@ from kdacore.arrays import Adapter
 from kdacore.arrays.base import Outline
 from kdacore.dispatch import results, selection
 from kdacore.errors import ConfigError, ContractError, shown
-from kdacore.ops import OPS, OpDef
+from kdacore.ops import OpDef
 from kdacore.registry import REGISTRY
-from kdacore.types import Backend, FastCall, OpImpl, Reason, Request, Selection
+from kdacore.types import Backend, OpImpl, Reason, Request, Selection
 
 
 class Plan:
     """A validated, selected call: what runs, and on which request."""
 
     __slots__ = (
-        "_grads_checked",
         "adapter",
         "backend",
         "check",
         "differentiated",
-        "fast_results_checked",
         "forward",
+        "gradients_checked",
         "impl",
         "inputs",
         "joined",
-        "make_fast_path",
         "request",
         "results_checked",
         "run",
@@ -68,52 +66,13 @@ class Plan:
         self.check = _check_of(request, self.validate)
         """``check(request, inputs, adapter)``: reads values at every call and raises ContractError. None where none
         are read."""
-        make: Callable[..., FastCall | None] | None = self.impl.fast_path
-        if request.needs_grad:
-            make = None if self.impl.fast_gradients is None else adapter.fast_gradients
-        self.make_fast_path = None if self.check is not None else make
-        """The backend's ``fast_path``, or with gradients the adapter's; None where it has none."""
         self.writes = not adapter.immutable and (request.inplace_state or request.has("out"))
         self.joined: Any = None
         """For an adapter: what it built for this plan (a ``custom_vjp`` function)."""
         self.differentiated = differentiated
         """Where the call may be differentiated, and its own backend has no backward for it: what serves it
         then."""
-        self.results_checked = False
-        self.fast_results_checked = False
-        self._grads_checked = False
-
-    def of_other_lengths(self, request: Request, chosen: Selection) -> Plan:
-        """The plan of a call that differs from this plan's in lengths alone."""
-        if chosen.backend != self.backend.name:
-            return Plan(OPS[request.op], request, chosen, self.adapter)
-        plan: Plan = Plan.__new__(Plan)
-        plan.request = request
-        plan.selection = chosen
-        plan.inputs = self.inputs
-        plan.adapter = self.adapter
-        plan.backend = self.backend
-        plan.impl = self.impl
-        plan.forward = self.forward
-        plan.run = self.run
-        plan.validate = self.validate
-        plan.check = self.check
-        plan.make_fast_path = self.make_fast_path
-        plan.writes = self.writes
-        plan.joined = None
-        plan.differentiated = None
-        plan.results_checked = plan.fast_results_checked = plan._grads_checked = False
-        return plan
-
-    @property
-    def fast_path(self) -> Callable[[Request, Any], FastCall | None] | None:
-        """What offers a fast path for calls of this plan; None where nothing does."""
-        make = self.make_fast_path
-        if make is None:
-            return None
-        if self.request.needs_grad:
-            make = functools.partial(make, self)
-        return functools.partial(_offered, self, make)
+        self.results_checked = self.gradients_checked = False
 
     def record(self) -> None:
         """Note the selection in every :func:`record_selections` around."""
@@ -123,9 +82,9 @@ class Plan:
     def backward(self, inputs: Any, *rest: Any) -> Any:
         """The gradients from the backend, held to the request the first time."""
         grads = self.gradients(inputs, *rest)
-        if not self._grads_checked:
+        if not self.gradients_checked:
             results.check_gradients(self, inputs, grads)
-            self._grads_checked = True
+            self.gradients_checked = True
         return grads
 
     @plugin_faults.guarded
@@ -141,21 +100,9 @@ class Plan:
         """See :func:`kdacore.dispatch.results.failed`, of a function of the plan's backend."""
         results.failed(self.backend.name, function, self.request, error)
 
-    def check_fast_results(self, arrays: Any, given: Any, *, saves: bool = False) -> None:
-        """Hold what the backend's fast path returned to the request, the first time. PluginError."""
-        if not self.fast_results_checked:
-            results.check_fast_results(self, arrays, given, saves=saves)
-            self.fast_results_checked = True
-
     def check_gradients(self, inputs: Any, grads: Any, wanted: tuple[bool, ...]) -> None:
         """Hold gradients of another origin than :meth:`backward` to the request. PluginError."""
         results.check_gradients(self, inputs, grads, wanted)
-
-
-def _offered(plan: Plan, make: Any, request: Request, inputs: Any) -> FastCall | None:
-    from kdacore.dispatch import fast_path  # here: what asks for it has loaded it
-
-    return fast_path.offered(plan, make, request, inputs)
 
 
 Check = Callable[[Request, Any, Adapter], None]
@@ -331,6 +278,11 @@ def _plain_option(x: Any) -> Any:
         number = x.item()
         return number if type(number) in _PLAIN else x
     return x
+
+
+def is_plain(option: Any) -> bool:
+    """Is it a number, a flag or None whose literal has the same value? Not-a-number and infinity have none."""
+    return type(option) in _PLAIN and (type(option) is not float or math.isfinite(option))
 
 
 def asked_of(request: Request, policy: selection.Policy) -> Request:

@@ -46,7 +46,7 @@ def typed_forward(backend: str, op: str) -> Callable[..., Any]:
             failed(backend, "forward", request, error)
             raise
         if not isinstance(results, wanted):  # type: ignore[arg-type]
-            raise _wrong(backend, "forward", request, results, f"kdacore.types.{wanted.__name__}")  # type: ignore[union-attr]
+            raise wrong(backend, "forward", request, results, f"kdacore.types.{wanted.__name__}")  # type: ignore[union-attr]
         return results
 
     @plugin_faults.guarded
@@ -57,7 +57,7 @@ def typed_forward(backend: str, op: str) -> Callable[..., Any]:
             failed(backend, "forward", request, error)
             raise
         if adapter_of(result) is None:
-            raise _wrong(backend, "forward", request, result, "an array")
+            raise wrong(backend, "forward", request, result, "an array")
         return result
 
     return array if wanted is None else named_tuple
@@ -85,12 +85,14 @@ def _written(request: Request) -> tuple[str, ...]:
     return written_arguments(request)
 
 
-def _wrong(backend: str, function: str, request: Request, got: Any, want: str) -> PluginError:
+def wrong(backend: str, function: str, request: Request, got: Any, want: str) -> PluginError:
+    """The error for what a function of a backend returned, ``got``."""
     text = f"returned {type(got).__name__}; wanted {want}"
-    return _error(backend, f"{function} of {request.op} {text}", request)
+    return error_of(backend, f"{function} of {request.op} {text}", request)
 
 
-def _error(backend: str, text: str, request: Request) -> PluginError:
+def error_of(backend: str, text: str, request: Request) -> PluginError:
+    """An error of a backend, in words, with the arguments that it may have written."""
     return PluginError(f"backend {backend!r}: {text}{plugin_faults.may_have_written(_written(request))}")
 
 
@@ -128,35 +130,6 @@ def check_results(
     _check_memory(plan, function, named, inputs, written, given)
 
 
-def check_fast_results(plan: Any, arrays: Any, results: Any, *, saves: bool = False) -> None:
-    """Check what a backend's fast path returned, as :func:`check_results` does.
-
-    Args:
-        plan: of the call.
-        arrays: of the call.
-        results: a tuple of the results that the caller sees.
-        saves: arrays that are saved for the backward may follow.
-
-    Raises:
-        PluginError: naming the backend and the result.
-    """
-    request: Request = plan.request
-    function, wanted = "fast path", OPS[request.op].outputs
-    count = 1 if wanted is None else len(wanted._fields) - (wanted is Outputs)  # type: ignore[attr-defined]
-    if not isinstance(results, tuple) or (len(results) < count if saves else len(results) != count):
-        got = f"a tuple of {len(results)}" if isinstance(results, tuple) else type(results).__name__
-        raise _error(
-            plan.backend.name,
-            f"{function} of {request.op} returned {got}; wanted a tuple of {count} results or None",
-            request,
-        )
-    for i, x in enumerate(results[count:]):
-        if x is not None and adapter_of(x) is None:
-            raise _wrong(plan.backend.name, function, request, x, f"an array as saved[{i}]")
-    seen = results[:count]
-    check_results(plan, plan.inputs(*arrays), seen[0] if wanted is None else wanted(*seen), function)
-
-
 def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...] | None = None) -> None:
     """Check what a plan's backward returned: each gradient shaped and typed like its input, None where that is None
     and, if ``needed`` is given, where that says so.
@@ -188,7 +161,7 @@ def check_gradients(plan: Any, inputs: Any, grads: Any, needed: tuple[bool, ...]
 def _check(plan: Any, function: str, name: str, x: Any, expected: Expected | None) -> None:
     problem = problem_of(plan.request, x, expected)
     if problem:
-        raise _error(plan.backend.name, f"{function} of {plan.request.op}: {name}: {problem}", plan.request)
+        raise error_of(plan.backend.name, f"{function} of {plan.request.op}: {name}: {problem}", plan.request)
 
 
 def _check_memory(
@@ -202,7 +175,7 @@ def _check_memory(
     if plan.adapter.immutable:
         return
     if problem := memory_problem(named, inputs, written, given):
-        raise _error(plan.backend.name, f"{function} of {plan.request.op}: {problem}", plan.request)
+        raise error_of(plan.backend.name, f"{function} of {plan.request.op}: {problem}", plan.request)
 
 
 def memory_problem(

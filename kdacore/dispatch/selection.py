@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from kdacore import config, plugin_faults
 from kdacore.contract import family_of, lengths_of
-from kdacore.dispatch.candidates import Judge, judge, with_costs
+from kdacore.dispatch.candidates import Judge, judge, priced, with_costs
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY
 from kdacore.types import Candidate, Reason, Request, Selection
@@ -47,6 +48,8 @@ _generation = object()
 """Another one whenever everything is forgotten."""
 _lock = threading.RLock()
 _warned: set[tuple[str, str]] = set()
+_new: Any = tuple.__new__
+"""Makes a named tuple in half the time of its constructor."""
 _MAX_CACHED = 8192
 
 
@@ -89,6 +92,8 @@ class Family:
     """
 
     __slots__ = (
+        "_answers",
+        "_asked",
         "_assumed",
         "_by_rank",
         "_chooses",
@@ -108,6 +113,11 @@ class Family:
         self._assumed = assumed
         self._registered = REGISTRY.backends()
         self._judges: dict[str, Judge] = {}
+        self._answers: list[Candidate | None] | None = None
+        """How each backend answers all of the calls; None of those in ``_asked``. None until all have been asked once,
+        and where one has to be judged anew at every call."""
+        self._asked: list[tuple[int, Judge]] = []
+        """The backends whose answers depend on lengths, with their places."""
         names = list(self._registered)
         eligible = [i for i, name in enumerate(names) if auto_may_choose(name, request)]
         eligible.sort(key=lambda i: -self._registered[names[i]].backend.rank)
@@ -123,12 +133,24 @@ class Family:
 
     def candidates(self, request: Request) -> tuple[Candidate, ...]:
         """How each backend answers one of the calls. No cost is predicted yet."""
+        if self._answers is None:
+            return self._first_answers(request)
+        found: list[Any] = self._answers.copy()
+        for i, asked in self._asked:
+            found[i] = asked.candidate(request)
+        return tuple(found)
+
+    def _first_answers(self, request: Request) -> tuple[Candidate, ...]:
         judges, found = self._judges, []
         for name, registered in self._registered.items():
             judge = judges.get(name)
             if judge is None or not judge.lasts:
                 judge = judges[name] = Judge(registered, request, self._assumed)
             found.append(judge.always or judge.candidate(request))
+        if all(judge.lasts for judge in judges.values()):
+            places = [judges[name] for name in self._registered]
+            self._asked = [(i, judge) for i, judge in enumerate(places) if judge.always is None]
+            self._answers = [judge.always for judge in places]
         return tuple(found)
 
     def with_costs(self, request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -136,7 +158,7 @@ class Family:
         if request.batch_invariant:
             return candidates
         judges = self._judges
-        return tuple([c if c.reasons else judges[c.backend].with_cost(c, request) for c in candidates])
+        return tuple([c if c.reasons else priced(c, judges[c.backend].predict(request)) for c in candidates])
 
     def decide(self, request: Request, run_selfchecks: bool) -> Selection:
         """See :func:`decide`."""
@@ -165,17 +187,18 @@ class Family:
                     continue
             if policy.preferred:
                 why += f"; {policy.source} preferred {list_names(policy.preferred)}, which cannot serve this call"
-            return Selection(request, chosen.backend, why, candidates)
+            selected: Selection = _new(Selection, (request, chosen.backend, why, candidates))
+            return selected
         return Selection(request, "", "no backend can serve this call", candidates)
 
     def _ranked(
         self, request: Request, by_rank: list[Candidate], candidates: tuple[Candidate, ...]
-    ) -> list[tuple[Candidate, str]]:
+    ) -> Iterable[tuple[Candidate, str]]:
         """Capable backends, best first, each with the reason for its place."""
-        if len(by_rank) > 1:
-            order = self._in_order(request, by_rank)
+        if len(by_rank) < 2:
+            order: Iterable[tuple[Candidate, str]] = [(c, "the only one that can") for c in by_rank]
         else:
-            order = [(c, "the only one that can") for c in by_rank]
+            order = self._in_order(request, by_rank)
         if not self._chooses or not by_rank:
             return order
         able = tuple([c for c in candidates if c in by_rank])
@@ -198,14 +221,16 @@ class Family:
             *[o for o in order if o[0] is not chosen[0]],
         ]
 
-    def _in_order(self, request: Request, by_rank: list[Candidate]) -> list[tuple[Candidate, str]]:
+    def _in_order(self, request: Request, by_rank: list[Candidate]) -> Iterator[tuple[Candidate, str]]:
         """Backends whose cost is known first, by cost; the others follow by rank."""
-        priced = [c for c in by_rank if c.cost is not None]
-        priced.sort(key=_cost_of)
-        why = "lowest cost" if len(priced) > 1 else "the only one of known cost"
-        order = [(c, why) for c in priced]
-        if len(priced) == len(by_rank):
-            return order
+        known = [c for c in by_rank if c.cost is not None]
+        if len(known) > 1:
+            known.sort(key=_cost_of)
+            why = "lowest cost"
+        else:
+            why = "the only one of known cost"
+        for c in known:
+            yield c, why
         # Where some backend has been tested on this architecture: those neither tested there nor of known speed.
         judges, others = self._judges, [c for c in by_rank if c.cost is None]
         tested = [c for c in by_rank if judges[c.backend].tested]
@@ -213,7 +238,8 @@ class Family:
         highest = f"highest rank of those tested on {request.device.arch}" if unproven else "highest rank"
         if unproven:
             others = [*[c for c in others if judges[c.backend].tested], *unproven]
-        return order + [(c, highest) for c in others]
+        for c in others:
+            yield c, highest
 
     def select(self, request: Request, lengths: Hashable, *, warn: bool = True) -> Selection:
         """See :func:`select`. ``lengths``: of the request."""
@@ -223,7 +249,7 @@ class Family:
         if found is None:
             with _lock:
                 # Another thread may have made the first selection meanwhile.
-                kept = _cache.get(self._key, self)
+                kept = self if self._selections else _cache.get(self._key, self)
                 found = kept._selections.get(lengths) or kept._new_selection(request, lengths, warn)
         return found
 

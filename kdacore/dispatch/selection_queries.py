@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kdacore import contract
 from kdacore.arrays import adapter_of
 from kdacore.arrays.base import ADAPTERS
-from kdacore.dispatch import selection
-from kdacore.dispatch.fast_path import Matcher, is_plain, matcher
-from kdacore.dispatch.plan import PREFERENCE, asked_of, current_policy, key_of
+from kdacore.dispatch import recognition, selection
+from kdacore.dispatch.plan import PREFERENCE, asked_of, current_policy, is_plain, key_of
+from kdacore.dispatch.recognition import Matcher
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.registry import REGISTRY
 
@@ -121,7 +121,7 @@ def copied(error: ContractError | UnsupportedError) -> ContractError | Unsupport
 def _recognise(
     opdef: OpDef, adapter: Adapter, inputs: Any, options: tuple[Any, ...], asked: Any, found: Answer
 ) -> None:
-    test = adapter.array_test and matcher(inputs, options, adapter.array_test, False)
-    if test:
+    test = recognition.matcher(adapter, inputs, options)
+    if test is not None:
         by_op = _recent.setdefault(adapter, {})
         by_op[opdef.name] = ((asked, test, found), *by_op.get(opdef.name, ())[: _MAX_RECENT - 1])

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kdacore.arrays.torch.fast_path import tensor_test
+from kdacore.arrays.torch.eager import TORCH
 from kdacore.compat.call import Call, run
-from kdacore.dispatch.fast_path import Matcher, is_plain, matcher
-from kdacore.dispatch.plan import PREFERENCE
+from kdacore.dispatch.plan import PREFERENCE, is_plain
+from kdacore.dispatch.recognition import Matcher, matcher
 from kdacore.dispatch.selection_queries import Answer, answer
 from kdacore.errors import ContractError
 from kdacore.integrations.hooks import Hook
@@ -114,7 +114,7 @@ class Handover:
 
     def _keep(self, asked: object, arrays: Any, options: Any, verdict: Verdict, repeated: bool) -> Verdict:
         """Recognise calls like this one from now on, if it has come twice."""
-        test = matcher(self._arrays(*arrays), options, tensor_test, False) if repeated else None
+        test = matcher(TORCH, self._arrays(*arrays), options) if repeated else None
         if test is not None:
             self._seen = ((asked, test, verdict), *self._seen[: _MAX_SEEN - 1])
         return verdict

@@ -166,7 +166,6 @@ class SlicePlan(Plan):
         super().__init__(opdef, request, chosen, adapter)
         self.slice_call = slice_call
         self.forward = slice_call
-        self.make_fast_path = None
 
     def gradients(self, inputs: Any, *rest: Any) -> Any:
         return self.slice_call.backward(self.request, inputs, *rest)

@@ -14,8 +14,7 @@ from kdacore.arrays.torch.eager import TORCH
 from kdacore.arrays.torch.modes import as_given
 from kdacore.contract.values import check_values
 from kdacore.dispatch import results
-from kdacore.dispatch.fast_path import is_plain
-from kdacore.dispatch.plan import RECORDS, Plan, current_policy
+from kdacore.dispatch.plan import RECORDS, Plan, current_policy, is_plain
 from kdacore.dispatch.selection import Policy
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.ops import OpDef
@@ -327,11 +326,11 @@ def run(opdef: OpDef, inputs: Any, ranks: TorchRanks, make: Callable[[], SliceCa
             records.append(found.plan.selection)
         with as_given(inputs.q):
             if found.request.needs_grad:
-                from kdacore.parallel.torch_autograd import (
-                    RanksFunction,
-                )  # here, as in kdacore.arrays.torch.eager
+                # Here, as in kdacore.arrays.torch.eager.
+                from kdacore.arrays.torch.autograd import apply
+                from kdacore.parallel.torch_autograd import RanksStep
 
-                return Outputs(*RanksFunction.apply(found, number, code, *inputs))
+                return Outputs(*apply(RanksStep(found, number, code, inputs), inputs))
             return found.forward(inputs, number, code)[0]
 
 

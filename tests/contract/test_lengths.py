@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdacore.acceleration.requests import RequestsLike, has_families
 from kdacore.calls.description import CallDescription, arguments
 from kdacore.calls.pools import POOLS
 from kdacore.calls.requests import request_of, request_with
 from kdacore.contract import family_of, lengths_of
-from kdacore.contract.lengths import RequestsLike, has_families
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.ops.shapes import LENGTH_AXES, SHAPES

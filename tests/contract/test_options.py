@@ -41,7 +41,7 @@ def chunk_with_a_new_option(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpDef]:
     definition = dataclasses.replace(known, option_arguments=(*known.option_arguments, new))
     monkeypatch.setitem(ops.OPS, "chunk_kda", definition)
     # Calls made so far are recognised by the options that there were.
-    monkeypatch.setattr(NUMPY, "fast_path", None)
+    monkeypatch.setattr(NUMPY, "seen_calls", None)
     yield definition
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import chunk_backward_model as model
 import numpy as np
+import single_launches
 import torch
 from cuda_calls import Draw
 
 from kdacore.types import ChunkInputs, InputGrads, Request
-from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel
+from kdacore_cuda.forms.backward.sizes import WORKSPACE
 from kdacore_reference.oracle import to_float64
 
 
@@ -65,10 +66,7 @@ def launch(
     Returns:
         What is in each wanted array, matrices of the workspace unswizzled.
     """
-    plan = chunk_backward.plan_of(request)
-    plan = plan._replace(sizes={**plan.sizes, **(sizes or {})})
-    if device == "cuda":  # where the request's arrays may not have been
-        plan = plan._replace(arch="sm_90a")
+    plan = single_launches.plan_of(request).with_numbers(**(sizes or {}))
     inputs = ChunkInputs(*(None if x is None else x.to(device) for x in inputs))
     work = {name: _image(name, x).to(device) for name, x in given.items()}
     arrays = {name: x.to(device) for name, x in arrays.items()}
@@ -76,16 +74,16 @@ def launch(
     for name, made in wanted.items():
         if made is None:
             # Also written in place where it is given: u becomes v_new.
-            fresh = chunk_backward.make_workspace(plan, inputs.q, name)[name]
+            fresh = single_launches.make_workspace(plan, inputs.q, name)[name]
             out[name] = work.pop(name) if name in work else fresh.fill_(float("nan"))
         else:
             out[name] = torch.full(made[0], float("nan"), dtype=made[1], device=device)
-    chunk_backward.launch(kernel, plan, inputs, {**work, **out, **arrays}, blocks)
+    single_launches.launch(kernel, plan, inputs, {**work, **out, **arrays}, blocks)
     return {name: _matrices(name, x) if wanted[name] is None else to_float64(x) for name, x in out.items()}
 
 
 def _image(name: str, matrices: model.F64) -> torch.Tensor:
-    if chunk_backward.WORKSPACE[name][1] == "float32":
+    if WORKSPACE[name][1] == "float32":
         return torch.from_numpy(matrices).float().flatten(2)
     return model.to_images(matrices)
 

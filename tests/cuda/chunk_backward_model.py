@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.forms.backward.gradients import UNBOUNDED_FLOOR
+from kdacore_cuda.forms.chunk_numbers import UNBOUNDED_FLOOR
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_reference.gate import beta_backward, beta_forward, gate_backward, gate_forward, gate_parameters
 from kdacore_reference.oracle import to_float64

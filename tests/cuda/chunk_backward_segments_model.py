@@ -14,9 +14,9 @@ import chunk_backward_model as chunk_model
 import numpy as np
 import torch
 from chunk_backward_model import F64, Chunk
+from single_launches import in_segments as in_segments_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_reference.oracle import to_float64
 
 
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
 def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
     """Every segment that has a chunk, in the order of its sequence."""
-    each = chunk_backward_segments.plan_of(request).sizes["segment"]
+    each = in_segments_of(request).sizes["segment"]
     for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
         chunks = list(group)
         if inputs.cu_seqlens is None:
@@ -62,7 +62,7 @@ def _of_sequence(request: Request, states: Any, n: int, hv: int) -> F64:
 
 
 def empty(request: Request, inputs: ChunkInputs) -> F64:
-    places = chunk_backward_segments.plan_of(request).stored_segments, request.HV, 128, 128
+    places = in_segments_of(request).stored_segments // request.HV, request.HV, 128, 128
     return np.full(places, np.nan)
 
 

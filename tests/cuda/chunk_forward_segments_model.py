@@ -14,9 +14,11 @@ import chunk_backward_model as chunk_model
 import numpy as np
 import torch
 from chunk_backward_model import F64, Chunk
+from form_calls import launches_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import sizes
+from kdacore_cuda.forms.segments.saved import MAP_BYTES
 from kdacore_reference.oracle import to_float64
 
 
@@ -31,7 +33,7 @@ class Segment(NamedTuple):
 
 def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
     """Every segment that has a chunk, in the order of its sequence."""
-    lengths = chunk_forward_segments.plan_of(request).lengths
+    lengths = sizes.lengths_of(request)
     for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
         chunks = list(group)
         if inputs.cu_seqlens is None:
@@ -95,9 +97,17 @@ def initial(request: Request, inputs: ChunkInputs, n: int, hv: int) -> F64:
     return state if request.state_v_first else state.T
 
 
+def slots(request: Request) -> int:
+    """Segments of one value head, unused ones of a pack included."""
+    lengths = sizes.lengths_of(request)
+    if request.packed:
+        return request.T // (64 * lengths.first) + request.N
+    return request.N * lengths.segments(-(-request.T // 64))
+
+
 def maps(request: Request, inputs: ChunkInputs, work: dict[str, F64]) -> tuple[F64, F64]:
     """B ``[V, K]`` and A ``[K, K]`` of every segment but a sequence's last."""
-    places = chunk_forward_segments.plan_of(request).slots, request.HV, 128, 128
+    places = slots(request), request.HV, 128, 128
     B, A = np.full(places, np.nan), np.full(places, np.nan)
     for s in in_segments(request, inputs):
         for hv in range(request.HV):
@@ -159,13 +169,13 @@ class Views(NamedTuple):
 
 
 def views(request: Request, work: torch.Tensor) -> Views:
-    plan, HV = chunk_forward_segments.plan_of(request), request.HV
-    offsets = plan.operands_offset, plan.addends_offset, plan.maps_offset, plan.starts_offset
+    numbers, HV = launches_of("segments", request).numbers, request.HV
+    offsets = [int(numbers[f"{name}_at"]) for name in ("operands", "addends", "maps", "starts")]
     operands, addends, maps, starts = (work[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True))
     return Views(
-        operands.view(-1, HV, chunk_forward_segments.CHUNK_OPERANDS_BYTES),
+        operands.view(-1, HV, sizes.CHUNK_OPERANDS_BYTES),
         addends.view(torch.float32).view(-1, HV, 128, 128),
-        maps.view(-1, HV, chunk_forward_segments.MAP_BYTES),
+        maps.view(-1, HV, MAP_BYTES),
         starts.view(torch.float32).view(-1, HV, 128, 128),
     )
 

@@ -14,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import emulator
 import torch
 from guarded_memory import guard
+from program_launches import launches_of
 
-from kdacore_cuda.runtime import torch_launch
-from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher
+from kdacore_cuda.build import cubin_lookup
+from kdacore_cuda.runtime import executor, torch_launch
+from kdacore_cuda.runtime.program import Program
 
 
 @pytest.fixture(autouse=True)
@@ -39,35 +41,31 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launched: list[str] = []
     guards = guard(monkeypatch)
 
-    def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
-        if isinstance(launcher, PrepackedLauncher):
-            values, launcher = launcher.all_values(values), launcher.launcher
-        launched.append(launcher.kernel.name)
-        emulator.run(
-            launcher.kernel,
-            launcher.params,
-            values,
-            grid=grid,
-            threads=launcher.threads,
-            shared=launcher.shared,
-            cluster=dict(launcher.kernel.defines).get("CLUSTER", 1),
-        )
-        guards.check(launcher.kernel.name)
-
-    def prepacked_start(launcher: Any, grid: int, arch: str, index: int) -> Any:
-        return lambda stream, values: launch(launcher, grid, arch, None, values)
-
-    monkeypatch.setattr(torch_launch, "launch", launch)
-
-    def sequence_start(sequence: Any, arch: str, index: int) -> Any:
-        def start(stream: int, *addresses: int) -> None:
-            for i, (planned, launcher) in enumerate(zip(sequence.launches, sequence.launchers, strict=True)):
-                launch(launcher.launcher, planned.grid, arch, None, sequence.values(i, addresses))
+    def start_of(program: Program, arch: str, index: int) -> Any:
+        def start(stream: int, values: bytes) -> None:
+            for step, grid, packed in launches_of(program, values):
+                kernel = step.launcher.kernel
+                launched.append(kernel.name)
+                emulator.run(
+                    *(kernel, step.launcher.params, step.launcher.params.packer.unpack(packed)),
+                    grid=grid,
+                    threads=step.launcher.threads,
+                    shared=step.launcher.shared,
+                    cluster=dict(kernel.defines).get("CLUSTER", 1),
+                )
+                guards.check(kernel.name)
 
         return start
 
-    monkeypatch.setattr(torch_launch, "prepacked_start", prepacked_start)
-    monkeypatch.setattr(torch_launch, "sequence_start", sequence_start)
+    # Sizes of kernels that are not packaged, as after a change of their sources, or for no architecture.
+    monkeypatch.setattr(cubin_lookup, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
+    plain = cubin_lookup.launch_sizes
+    monkeypatch.setattr(
+        cubin_lookup,
+        "launch_sizes",
+        lambda kernel, arch: plain(kernel, arch) if arch else emulator.launch_sizes(kernel),
+    )
+    monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: 3.35e12)  # an H100's

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,10 +16,14 @@ import time
 from functools import cache
 from pathlib import Path
 
+from kdacore_cuda import kernel_parameters
+from kdacore_cuda.build.cubin_contents import LaunchSizes
 from kdacore_cuda.build.kernel_source import CSRC, EVERY_LANE, KernelSource, gather_headers
 from kdacore_cuda.kernel_parameters import ParamStruct
 
 HERE = Path(__file__).parent / "emulation"
+STRUCTS = {x.name: x for x in vars(kernel_parameters).values() if isinstance(x, ParamStruct)}
+"""Structs of parameters, by their names in C."""
 COMPILE = (
     "g++",
     "-std=c++17",
@@ -49,12 +54,17 @@ FORWARDS, BACKWARDS, SHUFFLED = range(3)
 
 _RUNNER = """
 #include "{path}"
-extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch) {{
+extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch,
+    int starved) {{
   emu::dispatch = dispatch;
+  emu::starved = starved;
   emu::left_operands_stay = {stay};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
 extern "C" size_t kept_bytes() {{ return emu::kept_bytes; }}
+extern "C" size_t threads_of_block() {{ return block_threads; }}
+extern "C" size_t kinds_of_blocks() {{ return sizeof shared_bytes / sizeof *shared_bytes; }}
+extern "C" size_t shared_bytes_of(int kind) {{ return shared_bytes[kind]; }}
 extern "C" size_t offset_of(int field) {{
   const size_t offsets[] = {{ {offsets} }};
   return offsets[field];
@@ -63,8 +73,17 @@ extern "C" size_t offset_of(int field) {{
 
 
 def build(kernel: KernelSource, params: ParamStruct) -> ctypes.CDLL:
-    """The kernel as a shared library with ``run``, ``offset_of``, ``kept_bytes``; files are kept by content."""
+    """The kernel as a shared library with the functions of :data:`_RUNNER`; files are kept by content."""
     return _build(kernel, params, f"-DEVERY_LANE={int(os.environ.get(EVERY_LANE) == '1')}")
+
+
+def launch_sizes(kernel: KernelSource) -> LaunchSizes:
+    """What the kernel says of itself, as the CPU's compiler sees it."""
+    (name,) = re.findall(r"KDA_PARAM (\w+)", kernel.read())
+    params = STRUCTS[name]
+    library = build(kernel, params)
+    shared = (library.shared_bytes_of(kind) for kind in range(library.kinds_of_blocks()))
+    return LaunchSizes(library.threads_of_block(), params.size, tuple(shared))
 
 
 @cache
@@ -167,7 +186,7 @@ def _compile(*arguments: str) -> None:
 
 def compile_library(text: str, headers: dict[str, str], flags: list[str], folder: Path, name: str) -> Path:
     """``text`` as a shared library in ``folder``, where the headers go as well."""
-    _write_headers(headers, folder)
+    write_headers(headers, folder)
     (folder / "runner.cpp").write_text(text)
     library = folder / f"{name}.so"
     _compile(
@@ -179,7 +198,7 @@ def compile_library(text: str, headers: dict[str, str], flags: list[str], folder
 
 def headers_used(text: str, headers: dict[str, str], flags: list[str], folder: Path) -> list[str]:
     """Which of ``headers``, which go to ``folder``, the compiler reads for ``text``."""
-    _write_headers(headers, folder)
+    write_headers(headers, folder)
     (folder / "source.cpp").write_text(text)
     (folder / "source.d").unlink(missing_ok=True)
     _compile(
@@ -199,7 +218,8 @@ def problems_of(header: str, flags: list[str], folder: Path) -> str:
     return done.stderr if done.returncode else ""
 
 
-def _write_headers(headers: dict[str, str], folder: Path) -> None:
+def write_headers(headers: dict[str, str], folder: Path) -> None:
+    """To ``folder``; headers of instructions without what ``emulate.h`` replaces."""
     for include, body in headers.items():
         (folder / include).parent.mkdir(parents=True, exist_ok=True)
         (folder / include).write_text(_includes_of(body) if include in INSTRUCTIONS else body)
@@ -225,16 +245,22 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     dispatch: int = FORWARDS,
+    starved: int = -1,
 ) -> None:
     """One launch. ``values`` are what the host would pack, pointers to host memory; ``dispatch`` says in which order
-    clusters begin."""
+    clusters begin; the warp ``starved`` of each cluster runs only while no other can."""
     library = build(kernel, params)
+    sizes = launch_sizes(kernel)
+    if threads != sizes.threads or shared not in sizes.shared:
+        raise RuntimeError(f"{kernel.name}: launched with {threads} threads and {shared} bytes, not {sizes}")
     block = (ctypes.c_char * params.size).from_buffer_copy(params.packer.pack(*values))
     struct = type(
         params.name, (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (params.size // 8))]}
     )
-    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint, ctypes.c_int]
+    library.run.argtypes = [struct, *([ctypes.c_int] * 4), ctypes.c_uint, ctypes.c_int, ctypes.c_int]
     library.run.restype = ctypes.c_char_p
-    message = library.run(struct.from_buffer_copy(block), grid, cluster, threads, shared, seed, dispatch)
+    message = library.run(
+        struct.from_buffer_copy(block), grid, cluster, threads, shared, seed, dispatch, starved
+    )
     if message is not None:
         raise RuntimeError(f"{kernel.name}: {message.decode()}")

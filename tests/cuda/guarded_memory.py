@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from kdacore_cuda.runtime import torch_launch
+
 GUARD = 4096
 """Bytes on each side."""
 
@@ -43,7 +45,7 @@ class Guards:
 
 
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guards:
-    """``Tensor.new_empty`` of CPU tensors gives guarded memory from now on."""
+    """``Tensor.new_empty`` of CPU tensors, and torch's allocator there, give guarded memory from now on."""
     guards, plain = Guards(), torch.Tensor.new_empty
 
     def new_empty(
@@ -54,5 +56,9 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guards:
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         return guards.make(tuple(shape), dtype or self.dtype)
 
+    def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return guards.make(size, dtype)
+
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(torch_launch, "allocator", lambda device_type: empty)
     return guards

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import shutil
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,49 +14,19 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 import torch
+from stub_driver import StubDriver
 
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.build.packaged_handlers import find_handler
 from kdacore_cuda.jax import python_handler as ffi_callback
 from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.jax.xla_interface import Handler
 from kdacore_cuda.kernel_parameters import ParamStruct
-from kdacore_cuda.runtime import driver, launch_program
-from kdacore_cuda.runtime.driver import Driver
+from kdacore_cuda.runtime import driver
+from kdacore_cuda.runtime import program as programs
+from kdacore_cuda.runtime.program import Launch, Program
+from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 MULTIPROCESSORS = 132
-_SOURCE = """
-#include <string.h>
-#include <stddef.h>
-typedef int on_launch_t(const unsigned* config, void* kernel, void* parameters);
-on_launch_t* on_launch;
-int multiprocessors = 132, capability = 90, device, loads, limits, modes, cleared, refuses; void* current;
-int cuCtxGetCurrent(void** c) { *c = current; return 0; }
-int cuCtxGetDevice(int* d) { *d = device; return 0; }
-int cuCtxPushCurrent_v2(void* c) { current = c; return 0; }
-int cuCtxPopCurrent_v2(void** c) { *c = current; current = 0; return 0; }
-int cuCtxSetCurrent(void* c) { current = c; return 0; }
-int cuDeviceGetAttribute(int* v, int a, int d) {
-  *v = a == 16 ? multiprocessors : a == 75 ? capability / 10 : capability % 10; return 0; }
-int cuDevicePrimaryCtxRetain(void** c, int d) { return 1; }
-int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
-int cuKernelSetAttribute(int what, int value, void* k, int d) { ++limits; return 0; }
-int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
-  ++loads; *l = *(void**)code; return 0; }
-int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = l; return 0; }
-int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t size, void* stream) {
-  (void)stream;
-  memcpy(to, from, size);
-  return 0;
-}
-int cuMemsetD8Async(void* at, unsigned char value, size_t size, void* stream) {
-  ++cleared; memset(at, value, size); return 0; }
-int cuStreamGetCtx(void* s, void** c) { *c = (void*)0x100; return 0; }
-int cuThreadExchangeStreamCaptureMode(int* mode) { ++modes; return 0; }
-int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
-  return refuses ? refuses : on_launch(config, f, arguments[0]); }
-"""
-_OnLaunch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Launched(NamedTuple):
@@ -76,11 +44,7 @@ class Device:
     """The driver library, and what is launched through it."""
 
     def __init__(self, folder: Path) -> None:
-        assert shutil.which("gcc"), "the CUDA backend's tests need gcc and g++"
-        (folder / "stub.c").write_text(_SOURCE)
-        self.path = folder / "libcuda.so.1"
-        subprocess.run(["gcc", "-shared", "-fPIC", folder / "stub.c", "-o", self.path], check=True)
-        self.library = ctypes.CDLL(str(self.path))
+        self.stub = StubDriver(folder, self._on_launch)
         self.launched: list[Launched] = []
         self.run: Callable[[Launched], None] = lambda launched: None
         """What a launch does."""
@@ -92,27 +56,17 @@ class Device:
         # XLA's threads take denormal numbers for zero.
         self._thread = ThreadPoolExecutor(1)
         self._thread.submit(int).result()
-        self._callback = _OnLaunch(self._on_launch)
-        ctypes.c_void_p.in_dll(self.library, "on_launch").value = ctypes.cast(
-            self._callback, ctypes.c_void_p
-        ).value
 
     def reset(self) -> None:
         """Forget what was launched; launches do nothing."""
         self.launched.clear()
         self.failed.clear()
         self.run = lambda launched: None
-        for name, value in (
-            ("multiprocessors", MULTIPROCESSORS),
-            ("capability", 90),
-            ("refuses", 0),
-            ("device", 0),
-        ):
-            self.number(name).value = value
+        self.stub.reset()
 
     def number(self, name: str) -> ctypes.c_int:
         """A variable of the driver library."""
-        return ctypes.c_int.in_dll(self.library, name)
+        return self.stub.number(name)
 
     def cubin(self, kernel: KernelSource, arch: str) -> tuple[int, bytes]:
         """In the place of machine code: bytes that the driver library takes for it."""
@@ -121,18 +75,20 @@ class Device:
         code = (self._kernels.index(kernel) + 1).to_bytes(8, "little") + kernel.name.encode()
         return int.from_bytes(hashlib.sha256(code).digest()[:8], "big"), code
 
-    def note(self, step: Any) -> None:
+    def note(self, step: Launch) -> None:
         """Remember how the parameters of a launch are packed."""
         self._params[step.launcher.kernel] = step.launcher.params
 
-    def _on_launch(self, config: Any, handle: int, parameters: int) -> int:
+    def _on_launch(self, pointer: Any, handle: int, parameters: int) -> int:
         if not 0 < handle <= len(self._kernels):
             self.raw.append(handle)
             return 0
         kernel = self._kernels[handle - 1]
         params = self._params[kernel]
         values = params.packer.unpack(ctypes.string_at(parameters, params.size))
-        launched = Launched(kernel, values, config[0], config[3], config[6], bool(config[12]))
+        config = pointer.contents
+        shape = config.grid[0], config.block[0], config.shared
+        launched = Launched(kernel, values, *shape, bool(config.attribute_count))
         self.launched.append(launched)
         try:
             self.run(launched)
@@ -159,14 +115,14 @@ def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> 
     """Calls from JAX on the CPU go to ``device`` through ``handler``, which is registered as ``target``."""
     from kdacore_cuda.jax import devices as jax_devices
 
-    pack = launch_program._kernel_words
+    pack = Program._kernel_words
 
-    def noted(step: Any, *rest: Any) -> Any:
+    def noted(program: Program, step: Launch, *rest: Any) -> Any:
         device.note(step)
-        return pack(step, *rest)
+        return pack(program, step, *rest)
 
-    monkeypatch.setattr(launch_program, "_cubin", device.cubin)
-    monkeypatch.setattr(launch_program, "_kernel_words", noted)
+    monkeypatch.setattr(programs, "cubin_of", device.cubin)
+    monkeypatch.setattr(Program, "_kernel_words", noted)
     monkeypatch.setattr(jax_devices, "multiprocessors", lambda index: MULTIPROCESSORS)
     monkeypatch.setattr(xla_handler, "TARGET", target)
     monkeypatch.setattr(xla_handler, "register", lambda: handler)
@@ -174,17 +130,13 @@ def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> 
 
 
 def native_handler(device: Device) -> Handler:
-    """The packaged handler, for XLA's CPU device."""
-    found = find_handler()
-    assert isinstance(found, Path), found
-    handler = xla_handler.load_native(found, str(device.path), "kdacore_ffi_execute_without_stream")
-    assert isinstance(handler, Handler), handler
-    return handler
+    """The handler in the packaged executor, for XLA's CPU device."""
+    return xla_handler.native_handler(device.stub.native_executor(), "kdacore_ffi_execute_without_stream")
 
 
 def python_handler(device: Device) -> Handler:
     """The handler in Python, for XLA's CPU device."""
-    return ffi_callback.make_handler(Driver(str(device.path)), has_stream=False)
+    return ffi_callback.make_handler(PythonExecutor(device.stub.driver()), has_stream=False)
 
 
 def register(handler: Handler, target: str) -> None:

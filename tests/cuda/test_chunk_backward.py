@@ -8,10 +8,12 @@ import pytest
 import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
+from single_launches import launch_step, plan_of
 
-from kdacore.types import OutputGrads
+from kdacore.types import ChunkInputs, OutputGrads
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.kernel_parameters import SUM_SCALE
+from kdacore_cuda.forms.backward import launches
+from kdacore_cuda.kernel_parameters import SUM_SCALE, TYPES
 from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
@@ -81,23 +83,30 @@ def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) 
     options = {**BOUNDED_MODEL, "use_qk_l2norm_in_kernel": norm}
     inputs = draw(70, 2, 4, B=2)
     request = request_of("chunk_kda", inputs, **options)
-    plan = chunk_backward.plan_of(request)
+    plan = plan_of(request)
     d = Draw(3)
     parts = {
         "dA_part": d.normal(plan.slots, 4, dtype=torch.float32),
         "dbias_part": d.normal(plan.slots, 4, 128, dtype=torch.float32),
     }
-    A, bias = chunk_backward._sum_chunks(plan, inputs, parts)
-    assert A is not None and bias is not None
+    A, bias = sum_chunks(inputs, parts)
     whole = {name: (x.double() / SUM_SCALE).sum(0) for name, x in parts.items()}
     np.testing.assert_allclose(A, whole["dA_part"], rtol=1e-5, atol=1e-5 / SUM_SCALE)
     np.testing.assert_allclose(bias, whole["dbias_part"], rtol=1e-5, atol=1e-5 / SUM_SCALE)
     more = {name: torch.cat([x, torch.zeros_like(x)]) for name, x in parts.items()}
-    again = chunk_backward._sum_chunks(plan._replace(slots=2 * plan.slots), inputs, more)
+    again = sum_chunks(inputs, more)
     assert torch.equal(A, again[0]) and torch.equal(bias, again[1])
 
     part = d.normal(2, 70, 4, 128, dtype=torch.float32)
-    got = chunk_backward._sum_group(plan, inputs.k, part)
+    got = torch.empty_like(inputs.k)
+    x = inputs.k
+    strides = dict(zip(("x_sb", "x_st", "x_sh"), x.stride(), strict=False))
+    numbers = {name: plan.numbers[name] for name in ("T", "H", "HV", "flags")} | {"rows": 2 * 70 * 2}
+    launch_step(
+        *(launches._groups_launcher(), -(-2 * 70 * 2 // 8), x, {"x": x, "part": part, "out": got}),
+        **strides,
+        **numbers,
+    )
     want, k = part.double().numpy().reshape(2, 70, 2, 2, 128).sum(3), inputs.k.double().numpy()
     if norm:
         r = 1 / np.sqrt((k * k).sum(-1) + 1e-6)
@@ -106,20 +115,30 @@ def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) 
     assert len(emulated) == 3
 
 
+def sum_chunks(inputs: ChunkInputs, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of A_log and dt_bias from the sums over each chunk."""
+    assert inputs.A_log is not None and inputs.dt_bias is not None
+    A, bias = torch.empty_like(inputs.A_log), torch.empty_like(inputs.dt_bias)
+    slots, HV = parts["dA_part"].shape
+    types = {"A_type": TYPES["float32"], "bias_type": TYPES["float32"]}
+    arrays = parts | {"d_A": A, "d_bias": bias}
+    launch_step(launches._sums_launcher(), HV, A, arrays, slots=slots, HV=HV, **types)
+    return A, bias
+
+
 @pytest.mark.parametrize("heads", [2, 3])
-def test_the_benchmark_times_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+def test_the_benchmark_times_what_a_call_launches(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
     """Few and many heads take different scans."""
     from benchmarks import backward_launches
 
-    seen: list[str] = []
-    monkeypatch.setattr(chunk_backward, "launch", lambda kernel, *rest: seen.append(kernel.source.name))
-    monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
     inputs = draw(70, heads, heads)
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
     grads = OutputGrads(torch.zeros(inputs.v.shape, dtype=torch.bfloat16), None)
     chunk_backward.backward(request, inputs, (), grads)
-    called, seen[:] = [*seen], []
-    backward_launches.cuda_steps(request, inputs, grads)
-    assert seen == called
-    assert f"WARPGROUPS{1 if heads == 2 else 2}" in seen[1]
+    called, emulated[:] = [*emulated], []
+    backward_launches.cuda_steps(request, inputs, grads)["all"]()
+    assert emulated[-len(called) :] == called
+    assert f"WARPGROUPS{1 if heads == 2 else 2}" in called[1]

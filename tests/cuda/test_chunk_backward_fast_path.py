@@ -20,7 +20,6 @@ from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs, FastGradients, OutputGrads
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
@@ -41,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(inputs: ChunkInputs, wanted: tuple[bool, ...] = EVERY, **options: Any) -> FastGradients | None:
     request = request_of("chunk_kda", inputs, **{**BOUNDED_MODEL, **options})
     given = tuple(w and x is not None for w, x in zip(wanted, inputs, strict=False))
-    return chunk_backward_fast_path.make_fast_gradients(request, inputs, given)
+    return chunk_backward.make_fast_gradients(request, inputs, given)
 
 
 def wanted_gradients(inputs: ChunkInputs, do: Any, dht: Any, **options: Any) -> Any:
@@ -122,12 +121,11 @@ def test_gradients_that_are_not_wanted(emulated: list[str]) -> None:
 
 
 def test_what_takes_the_longer_way(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be copied or widened, checkpoints, arrays off 16 bytes, another current device."""
+    """What would be copied or widened, arrays off 16 bytes, another current device."""
     inputs = draw(T=10)
     ragged = torch.stack([inputs.v, inputs.v], -1)[..., 0]
     assert made(inputs._replace(v=ragged)) is None
     assert made(inputs._replace(g=inputs.g.half())) is None
-    assert made(inputs, checkpoint_every=64) is None
     step = made(inputs)
     assert step is not None
     do = torch.randn_like(inputs.v)
@@ -135,7 +133,7 @@ def test_what_takes_the_longer_way(emulated: list[str], monkeypatch: pytest.Monk
         x = getattr(inputs, name)
         moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
         assert step.backward(tuple(inputs._replace(**{name: moved})), (), do, None) is None
-    monkeypatch.setattr(chunk_backward_fast_path.torch_launch, "current_device", lambda: 3)
+    monkeypatch.setattr(chunk_backward.torch_launch, "current_device", lambda: 3)
     elsewhere = made(inputs)
     assert elsewhere is not None and elsewhere.backward(tuple(inputs), (), do, None) is None
     assert not emulated
@@ -184,4 +182,4 @@ def test_public_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> N
         runs.append([o, state, *[a.grad for a in given.values() if a.requires_grad]])
     assert ways == ["forward", "backward"] * 2
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
-    assert TORCH.fast_path.calls["chunk_kda"][0].fast_call is not None
+    assert TORCH.seen_calls.calls["chunk_kda"][0].fast_call is not None

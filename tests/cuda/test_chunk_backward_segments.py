@@ -14,6 +14,7 @@ from chunk_backward_calls import draw, filled, launch, worst
 from chunk_backward_model import F64
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, error, request_of
 from emulated_backend import NAME, Plugin, run_emulated
+from single_launches import in_segments
 
 from kdacore.registry import REGISTRY
 from kdacore.testing import matrix
@@ -77,10 +78,10 @@ class Launches:
     def __init__(self, inputs: ChunkInputs, **options: Any) -> None:
         self.inputs = inputs
         self.request = request_of("chunk_kda", inputs, output_final_state=True, **BOUNDED_MODEL | options)
-        self.plan = chunk_backward_segments.plan_of(self.request)
+        self.plan = in_segments(self.request)
         self.do = Draw(5).normal(*inputs.v.shape)
         self.d_final = Draw(6).normal(*self.request.state_shape, dtype=torch.float32)
-        self.memory = chunk_backward_segments.make_workspace(self.plan, self.request.HV, inputs.q)
+        self.memory = self.plan.workspace(inputs.q, self.request.HV)
 
     def work(self) -> dict[str, F64]:
         """What prepare should leave, rounded to what the workspace holds."""
@@ -93,12 +94,10 @@ class Launches:
         }
 
     def run(self, name: str, given: dict[str, F64], wanted: dict[str, Any]) -> dict[str, F64]:
-        (step,) = (x for x in self.plan.launches if x.name == name)
+        ((_, kernel, blocks),) = (x for x in self.plan.launches if x[0] == name)
         arrays = {"d_o": self.do, "d_ht": self.d_final, **self.memory}
         sizes = self.plan.sizes
-        return launch(
-            step.kernel, self.request, self.inputs, given, wanted, blocks=step.blocks, sizes=sizes, **arrays
-        )
+        return launch(kernel, self.request, self.inputs, given, wanted, blocks=blocks, sizes=sizes, **arrays)
 
 
 def hold(got: F64, want: F64, bound: float) -> None:
@@ -413,7 +412,7 @@ def test_few_heads_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     for T in (1, 5000):
         inputs = draw(T)
         request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
-        sizes = chunk_backward_segments.plan_of(request).sizes
+        sizes = in_segments(request).sizes
         assert (sizes["segment"], sizes["segments"]) == (2, -(-T // 128))
 
 
@@ -433,13 +432,14 @@ def test_blocks_share_states_while_multiprocessors_are_idle(
     inputs = ChunkInputs(
         *(torch.empty(1, 8192, H, 128, dtype=torch.bfloat16) for _ in range(4)), torch.empty(1, 8192, H)
     )
-    plan = chunk_backward_segments.plan_of(request_of("chunk_kda", inputs))
-    maps, chain, scan = plan.launches
-    assert [dict(x.kernel.source.defines)["WARPGROUPS"] for x in (maps, scan)] == warpgroups
+    launched = in_segments(request_of("chunk_kda", inputs)).launches
+    blocks = {name: count for name, _, count in launched}
+    kernels = {name: kernel for name, kernel, _ in launched}
+    assert [dict(kernels[name].source.defines)["WARPGROUPS"] for name in ("maps", "scan")] == warpgroups
     segments = 128 // chunks
-    assert maps.blocks == 3 * (segments - 1) * H * 2 // warpgroups[0]
-    assert chain.blocks == 16 * H if 16 * H <= 132 else 8 * H
-    assert scan.blocks == 2 * segments * H * 2 // warpgroups[1]
+    assert blocks["maps"] == 3 * (segments - 1) * H * 2 // warpgroups[0]
+    assert blocks["chain"] == 16 * H if 16 * H <= 132 else 8 * H
+    assert blocks["scan"] == 2 * segments * H * 2 // warpgroups[1]
 
 
 @pytest.mark.parametrize(

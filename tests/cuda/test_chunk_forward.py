@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulator
 import numpy as np
 import pytest
 import torch
@@ -18,15 +19,15 @@ from cuda_calls import (
     oracle,
     request_of,
 )
+from form_calls import launches_of
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused import forward as fused
 from kdacore_cuda.forms.fused.sizes import prepared_steps_size
-from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
@@ -316,19 +317,41 @@ def test_helpers_clear_the_flags_that_they_raise(
     use_cluster(monkeypatch, 4)
     use_helpers(monkeypatch, True)
     made: list[torch.Tensor] = []
-    new_empty = torch.Tensor.new_empty
+    plain = torch_launch.allocator
 
-    def remembered(self: torch.Tensor, size: Any, **more: Any) -> torch.Tensor:
-        made.append(new_empty(self, size, **more))
-        return made[-1]
+    def remembering(device_type: str) -> Any:
+        empty = plain(device_type)
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", remembered)
+        def remembered(*form: Any) -> torch.Tensor:
+            made.append(empty(*form))
+            return made[-1]
+
+        return remembered
+
+    monkeypatch.setattr(torch_launch, "allocator", remembering)
     T, H = 200, 3
     run(draw(1, T, H, H), **BOUNDED_MODEL)
-    (workspace,) = (x for x in made if x.shape == (prepared_steps_size(T, H),))
+    (workspace,) = (x for x in made if x.shape == (4 * prepared_steps_size(T, H),))
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
-    assert not workspace[-2 * 2 * steps :].view(torch.int32).any()  # 64 bits for each of two blocks
+    assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks
+
+
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("block", [0, 2], ids=["helper", "preparing block"])
+@pytest.mark.parametrize("warp", [12, 13], ids=["first", "second"])
+def test_a_solver_warp_that_falls_behind(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, warp: int, block: int, options: dict[str, Any]
+) -> None:
+    """Slices of later chunks wait for it, also those whose pair has left out a chunk (READS of shared_memory.cuh)."""
+    use_cluster(monkeypatch, 4)
+    use_helpers(monkeypatch, True)
+    inputs, plain = draw(1, 690), emulator.run
+    want = run(inputs, **options)
+    starved = 16 * block + warp
+    monkeypatch.setattr(emulator, "run", lambda *a, **k: plain(*a, **{**k, "starved": starved}))
+    got = run(inputs, **options)
+    assert torch.equal(got.o, want.o)
 
 
 @pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])
@@ -478,8 +501,9 @@ def test_many_short_sequences_have_a_kernel_of_their_own(
     whole_fraction(monkeypatch, 2)
 
     def many_short(inputs: ChunkInputs, **options: Any) -> int:
-        plan = fused.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
-        return dict(plan.launcher.kernel.defines)["MANY_SHORT"]
+        made = launches_of("fused", request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
+        (step,) = made.program.steps
+        return dict(step.launcher.kernel.defines)["MANY_SHORT"]
 
     assert many_short(draw(16, 128)) == 1
     assert many_short(draw(16, 129)) == 0

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, request_of
+from form_calls import grid_of, workspace_bytes
 from pool_checks import check_pools, pool_of
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
-from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.fused import sizes
 from kdacore_cuda.forms.fused.sizes import cut_states_size
 from kdacore_cuda.runtime import device_figures, torch_launch
@@ -43,7 +43,7 @@ def draw(B: int, T: int, HV: int, **more: Any) -> ChunkInputs:
 
 def check(inputs: ChunkInputs, **options: Any) -> None:
     bounds = (2 * O_BOUND, 2 * STATE_BOUND)
-    check_pools(chunk_forward, chunk_forward_fast_path, "chunk_kda", inputs, bounds, options)
+    check_pools(chunk_forward, "chunk_kda", inputs, bounds, options)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_null_slots_of_dense_calls(
     rows[list(null)] = -1
     inputs = draw(B, T, HV, initial_state=pool_of(B, 128, HV=HV), state_indices=rows)
     check(inputs, inplace_state=True, output_final_state=True, **BOUNDED_MODEL)
-    plan = fused.plan_of(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
-    assert plan.grid == multiprocessors
-    assert plan.workspace_size == cut_states_size(multiprocessors // 2)
+    request = request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL)
+    assert grid_of(request) == multiprocessors
+    assert workspace_bytes(request) == 4 * cut_states_size(multiprocessors // 2)
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])

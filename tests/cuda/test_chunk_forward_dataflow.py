@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import chunk_forward_segments_model as segments_model
 import emulator
+import program_launches
 import pytest
 import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
+from form_calls import FormCall, dataflow_forward
 from forward_checks import (
     TOKENS,
     check_gate_and_beta_in_float16,
@@ -23,10 +26,7 @@ from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
 from kdacore_cuda.forms.dataflow import kernels as chunk_forward_dataflow_kernels
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
-from kdacore_cuda.kernel_parameters import WALK
 from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -47,20 +47,15 @@ def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return chunk_forward_dataflow.forward(request_of("chunk_kda", inputs, **options), inputs)
+    return dataflow_forward(request_of("chunk_kda", inputs, **options), inputs)
 
 
 def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
-    got = chunk_forward_dataflow.forward(request, inputs)
+    got = dataflow_forward(request, inputs)
     check_outputs(got, oracle(request, inputs), loose)
     return got
-
-
-def launch(call: Any, at: int) -> None:
-    _, launcher, grid, values = call.launches[at]
-    torch_launch.launch(launcher, grid, "sm_90a", call.outputs.o, values)
 
 
 @BOTH
@@ -68,30 +63,34 @@ def launch(call: Any, at: int) -> None:
     "gate", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str
 )
 def test_records_are_those_of_segments(
-    emulated: list[str], multiprocessors: int, gate: torch.dtype, options: dict[str, Any]
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    multiprocessors: int,
+    gate: torch.dtype,
+    options: dict[str, Any],
 ) -> None:
     """Bit for bit if gates are unbounded, else roundings apart, as the segments' prepare is another there; and each
     raises its flags, which the walk clears."""
     inputs = draw(330, 1, 2, B=2)
     inputs = inputs._replace(g=inputs.g.to(gate))
     request = request_of("chunk_kda", inputs, **options)
-    call = chunk_forward_dataflow.prepare_call(request, inputs)
-    other = chunk_forward_segments.prepare_call(request, inputs)
-    launch(call, 0)
-    launch(other, 0)
-    plan = chunk_forward_dataflow.plan_of(request)
-    assert plan.prepare_grid == (1 if multiprocessors == 5 else 24)
-    records, others = (x.workspace[: plan.flags_offset] for x in (call, other))
+    call, other = (FormCall(form, request, inputs) for form in ("dataflow", "segments"))
+    monkeypatch.setattr(program_launches, "numbers", count(77))
+    call.launch("prepare")
+    other.launch("prepare")
+    assert call.blocks("prepare") == (1 if multiprocessors == 5 else 24)
+    flags_at = int(call.numbers["flags_at"])
+    records, others = (x.workspace[:flags_at] for x in (call, other))
     if options == MODEL:
         assert torch.equal(records, others)
     got, want = (segments_model.get_operands(x.view(12, 2, -1)) for x in (records, others))
     for name, x in want.items():
         assert error(got[name], x) < 5e-3, name
-    flags = call.workspace[plan.flags_offset :].view(torch.int64)
+    flags = call.workspace[flags_at:].view(torch.int64)
     assert len(flags) == 24 * chunk_forward_dataflow_kernels.WALK_BLOCKS
-    number = [name for name, _ in WALK.fields].index("launch")
-    assert (flags == call.launches[1][3][number]).all()
-    launch(call, 1)
+    assert (flags == 77).all()
+    monkeypatch.setattr(program_launches, "numbers", count(77))
+    call.launch("walk")
     assert not flags.any()
 
 

@@ -16,13 +16,13 @@ from cuda_calls import (
     error,
     request_of,
 )
+from form_calls import dataflow_forward
 from forward_checks import TOKENS, check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.choice import use_dataflow
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
 from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def same(a: Outputs, b: Outputs) -> bool:
 @GATES
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, options: dict[str, Any]) -> None:
-    check_against_the_oracle(chunk_forward_dataflow.forward, request, CASES[name](), options)
+    check_against_the_oracle(dataflow_forward, request, CASES[name](), options)
 
 
 @GATES
@@ -70,7 +70,7 @@ def test_large_calls_agree_with_the_fused_kernel(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     inputs = draw(16384, 24)
-    got = chunk_forward_dataflow.forward(r := request(inputs, **options), inputs)
+    got = dataflow_forward(r := request(inputs, **options), inputs)
     monkeypatch.setattr(choice, "use_dataflow", lambda *args: False)
     monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     want = chunk_forward.forward(r, inputs)
@@ -84,8 +84,8 @@ def test_large_calls_agree_with_the_fused_kernel(
 def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None:
     inputs = draw(4200, H)
     r = request(inputs, **options)
-    first = chunk_forward_dataflow.forward(r, inputs)
-    assert all(same(chunk_forward_dataflow.forward(r, inputs), first) for _ in range(50))
+    first = dataflow_forward(r, inputs)
+    assert all(same(dataflow_forward(r, inputs), first) for _ in range(50))
 
 
 def test_appended_tokens_change_no_bit() -> None:
@@ -93,7 +93,7 @@ def test_appended_tokens_change_no_bit() -> None:
     inputs = draw(3000, 20)
     assert use_dataflow(20, False, torch_launch.multiprocessors(0))
     whole = chunk_forward.forward(request(inputs, **MODEL), inputs)
-    assert same(whole, chunk_forward_dataflow.forward(request(inputs, **MODEL), inputs))
+    assert same(whole, dataflow_forward(request(inputs, **MODEL), inputs))
     for T in (1, 64, 1025, 2000):
         cut = inputs._replace(**{n: getattr(inputs, n)[:, :T].contiguous() for n in TOKENS})
         assert torch.equal(chunk_forward.forward(request(cut, **MODEL), cut).o, whole.o[:, :T])
@@ -104,10 +104,10 @@ def test_replays_equal_eager(options: dict[str, Any]) -> None:
     """The number of a captured call does not change: no flag may be left from the replay before."""
     inputs = draw(3000, 20)
     r = request(inputs, **options)
-    eager = chunk_forward_dataflow.forward(r, inputs)
+    eager = dataflow_forward(r, inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chunk_forward_dataflow.forward(r, inputs)
+        captured = dataflow_forward(r, inputs)
     for _ in range(20):
         captured.o.zero_()
         graph.replay()
@@ -119,12 +119,12 @@ def test_several_streams() -> None:
     """More blocks than multiprocessors, of calls that do not wait for one another."""
     inputs = draw(2000, 24)
     r = request(inputs, **BOUNDED_MODEL)
-    want = chunk_forward_dataflow.forward(r, inputs)
+    want = dataflow_forward(r, inputs)
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in range(6)], []
     for _ in range(5):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(chunk_forward_dataflow.forward(r, inputs))
+                found.append(dataflow_forward(r, inputs))
     torch.cuda.synchronize()
     assert all(same(x, want) for x in found)

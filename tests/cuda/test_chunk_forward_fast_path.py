@@ -12,7 +12,7 @@ from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
 from kdacore.types import ChunkInputs, FastCall
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.runtime import device_figures
@@ -65,7 +65,7 @@ def test_the_shorter_way_gives_the_same_bits(
     if bare:
         first, second = (x._replace(g=-x.g.abs()) for x in (first, second))
     request = request_of("chunk_kda", first, **options, output_final_state=name != "dense")
-    step = chunk_forward_fast_path.make_fast_call(request, first)
+    step = chunk_forward.make_fast_call(request, first)
     assert step is not None
     emulated.clear()
     got = step(tuple(second))
@@ -80,7 +80,7 @@ def test_the_shorter_way_gives_the_same_bits(
 
 def made(inputs: ChunkInputs, **options: Any) -> FastCall | None:
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options)
-    return chunk_forward_fast_path.make_fast_call(request, inputs)
+    return chunk_forward.make_fast_call(request, inputs)
 
 
 def test_nothing_is_kept(emulated: list[str]) -> None:
@@ -104,14 +104,27 @@ def test_arrays_off_16_bytes_go_the_longer_way(emulated: list[str], name: str) -
 
 
 def test_what_takes_the_longer_way(emulated: list[str]) -> None:
-    """What would be copied or widened, and checkpoints."""
+    """What would be copied or widened."""
     inputs = draw(T=10)
     ragged = torch.stack([inputs.v, inputs.v], -1)[..., 0]
     state = torch.randn(1, 1, 128, 128).transpose(-1, -2)
     assert made(inputs._replace(v=ragged)) is None
     assert made(inputs._replace(g=inputs.g.half())) is None
     assert made(inputs._replace(initial_state=state)) is None
-    assert made(inputs, checkpoint_every=64) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpoints_of_every_block(emulated: list[str], packed: bool) -> None:
+    """Rows that no sequence has are zero."""
+    cu = torch.tensor([0, 64, 200]) if packed else None
+    inputs = draw(T=200, cu_seqlens=cu)
+    request = request_of("chunk_kda", inputs, checkpoint_every=64, **BOUNDED_MODEL)
+    step = chunk_forward.make_fast_call(request, inputs)
+    assert step is not None
+    got, want = step(tuple(inputs)), chunk_forward.forward(request, inputs)
+    assert got is not None and torch.equal(got[0], want.o)
+    assert torch.equal(got[2], want.checkpoints)
+    assert not packed or not got[2][4:].any()
 
 
 def test_states_between_others_go_the_longer_way_side_by_side(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
+from form_calls import grid_of
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused import forward as fused_form
 
 pytestmark = pytest.mark.gpu
 
@@ -89,7 +89,7 @@ def test_helpers_change_no_bits(monkeypatch: pytest.MonkeyPatch, options: dict[s
         without.setattr(choice, "preparing_clusters", lambda *given: 0)
         want = run(inputs, **options)
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
-    assert fused_form.plan_of(request).grid == 30 * 4  # with six clusters of helpers
+    assert grid_of(request) == 30 * 4  # with six clusters of helpers
     assert all(same(run(inputs, **options), want) for _ in range(20))
     graph, captured = capture(inputs, **options)
     for _ in range(3):

@@ -14,7 +14,7 @@ from server_model import Expected
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.runtime import device_figures
@@ -61,7 +61,7 @@ def check(inputs: ChunkInputs, **options: Any) -> Expected:
     """Short sequences: the contract's hard-case factor."""
     bounds = (2 * O_BOUND, 2 * STATE_BOUND)
     options = BOUNDED_MODEL | options
-    return check_pools(chunk_forward, chunk_forward_fast_path, "chunk_kda", inputs, bounds, options)
+    return check_pools(chunk_forward, "chunk_kda", inputs, bounds, options)
 
 
 def ran(way: str, launched: list[str]) -> None:
@@ -116,7 +116,7 @@ def test_padded_packs(emulated: list[str], way: str, lengths: tuple[int, ...], g
     options = BOUNDED_MODEL if gate == "bounded" else MODEL
     bounds = (2 * O_BOUND, 2 * STATE_BOUND)
     more = options | {"output_final_state": True}
-    check_pools(chunk_forward, chunk_forward_fast_path, "chunk_kda", inputs, bounds, more)
+    check_pools(chunk_forward, "chunk_kda", inputs, bounds, more)
     ran(way, emulated)
 
 
@@ -206,7 +206,7 @@ def test_checkpoints_at_chosen_tokens(emulated: list[str], way: str, gate: str, 
     )
     bounds = (2 * O_BOUND, 2 * STATE_BOUND)
     more = options | {"inplace_state": True, "null_index": 0, "state_v_first": v_first}
-    want = check_pools(chunk_forward, chunk_forward_fast_path, "chunk_kda", inputs, bounds, more)
+    want = check_pools(chunk_forward, "chunk_kda", inputs, bounds, more)
     assert want.written.sum() == 4 + 11
     extra = {"portable": "", "segments": "prepare_marked"}.get(way, "checkpoint_tail")
     for name in ("checkpoint_tail", "prepare_marked"):

@@ -13,6 +13,7 @@ import torch
 from chunk_backward_calls import draw, filled, worst
 from chunk_backward_model import F64
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
+from form_calls import FormCall, segments_forward
 from forward_checks import (
     check_gate_and_beta_in_float16,
     check_grouped_values_and_strides,
@@ -25,8 +26,8 @@ from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
+from kdacore_cuda.forms.segments import launches as segments_launches
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
@@ -50,7 +51,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def compose(monkeypatch: pytest.MonkeyPatch, composes: bool) -> None:
     """Do output's blocks find start states themselves?"""
     monkeypatch.setattr(
-        chunk_forward_segments, "output_composes", lambda segments, blocks: composes and blocks == 2
+        segments_launches, "output_composes", lambda segments, blocks: composes and blocks == 2
     )
 
 
@@ -80,14 +81,14 @@ def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return chunk_forward_segments.forward(request_of("chunk_kda", inputs, **options), inputs)
+    return segments_forward(request_of("chunk_kda", inputs, **options), inputs)
 
 
 def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
     want = oracle(request, inputs)
-    got = chunk_forward_segments.forward(request, inputs)
+    got = segments_forward(request, inputs)
     check_outputs(got, want, loose)
     return got
 
@@ -111,12 +112,6 @@ LONG = {
 }
 
 
-def launch(call: chunk_forward_segments.SegmentsCall, name: str) -> None:
-    """One step of a call."""
-    (step,) = (s for s in call.launches if s[0] == name)
-    torch_launch.launch(step[1], step[2], "sm_90a", call.outputs.o, step[3])
-
-
 def operands_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
     """What prepare should leave, rounded to what records hold."""
     exact = model.prepare(request, inputs)
@@ -134,8 +129,8 @@ def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options
     inputs = packed()
     inputs = inputs._replace(g=inputs.g.to(gate))
     request = request_of("chunk_kda", inputs, **options)
-    call = chunk_forward_segments.prepare_call(request, inputs)
-    launch(call, "prepare")
+    call = FormCall("segments", request, inputs)
+    call.launch("prepare")
     got = model.get_operands(model.views(request, call.workspace).operands)
     want, where = model.prepare(request, inputs), filled(request, inputs)
     bounds = dict.fromkeys(("kd", "qg"), 3e-3) | dict.fromkeys(("kt", "aqt"), 5e-3) | {"last": 1e-4}
@@ -152,10 +147,10 @@ def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options
 def test_maps(emulated: list[str], lengths: None, case: str) -> None:
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
-    call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
+    call, work = FormCall("segments", request, inputs), operands_of(request, inputs)
     view = model.views(request, call.workspace)
     model.put_operands(view.operands, work)
-    launch(call, "maps")
+    call.launch("maps")
     got, want = model.get_maps(view), model.maps(request, inputs, work)
     for mine, exact in zip(got, want, strict=True):
         made = ~np.isnan(exact[..., 0, 0])
@@ -170,14 +165,14 @@ def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: 
     """Nine segments or more of a dense sequence: the ring goes round twice."""
     inputs = LONG[case]()
     request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
-    call = chunk_forward_segments.prepare_call(request, inputs)
+    call = FormCall("segments", request, inputs)
     view = model.views(request, call.workspace)
     B, A = model.maps(request, inputs, operands_of(request, inputs))
     rng = np.random.default_rng(0)
     B[~np.isnan(B)] = rng.standard_normal((~np.isnan(B)).sum())
     A[~np.isnan(A)] = rng.standard_normal((~np.isnan(A)).sum()) / 128**0.5
     model.put_maps(view, B, A)
-    launch(call, "chain")
+    call.launch("chain")
     got, want = chunk_model.from_tiles(model.to_float64(view.starts)), model.chain(request, inputs, B, A)
     made = ~np.isnan(want)
     assert made.any()
@@ -197,16 +192,16 @@ def test_output(
     paired: bool,
 ) -> None:
     monkeypatch.setattr(
-        chunk_forward_segments, "output_is_paired", lambda items, blocks, composes: paired and blocks == 2
+        segments_launches, "output_is_paired", lambda items, blocks, composes: paired and blocks == 2
     )
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
-    call, work = chunk_forward_segments.prepare_call(request, inputs), operands_of(request, inputs)
+    call, work = FormCall("segments", request, inputs), operands_of(request, inputs)
     view = model.views(request, call.workspace)
     model.put_operands(view.operands, work)
     starts = model.chain(request, inputs, *model.maps(request, inputs, work))
     view.starts.copy_(torch.from_numpy(chunk_model.to_tiles(starts)))
-    launch(call, "output")
+    call.launch("output")
     o, final, kept = model.output(request, inputs, work, starts)
     got = call.outputs
     assert got.final_state is not None
@@ -237,7 +232,7 @@ def test_output_that_composes_start_states(
 ) -> None:
     """No launch chains segments; the same bits."""
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(chunk_forward_segments, "output_is_paired", lambda items, blocks, composes: paired)
+    monkeypatch.setattr(segments_launches, "output_is_paired", lambda items, blocks, composes: paired)
     inputs, options = draw(T, B=1 + T % 2, seed=T), BOUNDED_MODEL | {"checkpoint_every": 64}
     chained = check(inputs, **options)
     compose(monkeypatch, True)
@@ -273,7 +268,7 @@ def test_when_output_composes(
     }
     inputs = ChunkInputs(token, token, token, token, token[..., 0], **{name: more[name] for name in given})
     request = request_of("chunk_kda", inputs, **SAFE_LOG)
-    launches = [name for name, *_ in chunk_forward_segments.plan_of(request).launches]
+    launches = FormCall("segments", request, inputs).names
     assert launches == ["prepare", "maps", "output"] if composes else "chain" in launches
 
 
@@ -478,7 +473,7 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
     steps = segment_launches.launches(request, inputs)
     assert list(steps) == ["prepare", "maps", "chain", "output"]
     timed = list(emulated)
-    chunk_forward_segments.forward(request, inputs)
+    segments_forward(request, inputs)
     assert emulated[len(timed) :] == timed
 
 
@@ -501,8 +496,9 @@ def test_output_begins_early_where_the_chain_leaves_most_multiprocessors_idle(
     for heads in (2, 6):
         inputs = draw(300, heads, heads)
         request = request_of("chunk_kda", inputs, **BOUNDED_MODEL)
-        chain, output = (x[3] for x in chunk_forward_segments.prepare_call(request, inputs).launches[2:])
-        assert bool(chain[-1] & flag) == bool(output[-1] & flag) == (heads == 2)
+        call = FormCall("segments", request, inputs)
+        assert call.names[2:] == ["chain", "output"]
+        assert bool(int(call.numbers["segment_flags"]) & flag) == (heads == 2)
 
 
 @pytest.mark.parametrize("T", [330, 700])
@@ -513,9 +509,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 
     def outputs(multiprocessors: int, paired: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-        monkeypatch.setattr(
-            chunk_forward_segments, "output_is_paired", lambda items, blocks, composes: paired
-        )
+        monkeypatch.setattr(segments_launches, "output_is_paired", lambda items, blocks, composes: paired)
         got = run(inputs, output_final_state=True, **BOUNDED_MODEL)
         assert got.final_state is not None
         assert ("CLUSTER2" in emulated[-1]) == paired

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
+from form_calls import FormCall, segments_forward
 from forward_checks import check_against_the_oracle
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import launches as segments_launches
 from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
@@ -61,15 +62,13 @@ def same(a: Outputs, b: Outputs) -> bool:
 def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, Any]) -> None:
     """In this order, so that the first that fails is the one that is wrong."""
     inputs = CASES[name]()
-    call = chunk_forward_segments.prepare_call(r := request(inputs, **options), inputs)
+    call = FormCall("segments", r := request(inputs, **options), inputs)
     host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
     on_host = request(host, **options)
     view = model.views(r, call.workspace)
-    launches = {step[0]: step for step in call.launches}
 
     def launch(step: str) -> None:
-        _, launcher, grid, values = launches[step]
-        torch_launch.launch(launcher, grid, "sm_90a", call.outputs.o, values)
+        call.launch(step)
         torch.cuda.synchronize()
 
     call.workspace.fill_(255)  # NaN
@@ -102,7 +101,7 @@ def test_each_launch_on_what_the_one_before_left(name: str, options: dict[str, A
 @GATES
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str, options: dict[str, Any]) -> None:
-    check_against_the_oracle(chunk_forward_segments.forward, request, CASES[name](), options)
+    check_against_the_oracle(segments_forward, request, CASES[name](), options)
 
 
 @GATES
@@ -111,7 +110,7 @@ def test_large_calls_agree_with_the_fused_kernel(
 ) -> None:
     """More blocks than run at once."""
     inputs = draw(16384, 16)
-    got = chunk_forward_segments.forward(r := request(inputs, **options), inputs)
+    got = segments_forward(r := request(inputs, **options), inputs)
     monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     want = chunk_forward.forward(r, inputs)
     assert error(got.o, want.o.double().cpu()) < 3 * O_BOUND
@@ -123,8 +122,8 @@ def test_large_calls_agree_with_the_fused_kernel(
 def test_every_call_gives_the_same_bits(H: int, options: dict[str, Any]) -> None:
     inputs = draw(4200, H)
     r = request(inputs, **options)
-    first = chunk_forward_segments.forward(r, inputs)
-    assert all(same(chunk_forward_segments.forward(r, inputs), first) for _ in range(50))
+    first = segments_forward(r, inputs)
+    assert all(same(segments_forward(r, inputs), first) for _ in range(50))
 
 
 @GATES
@@ -134,13 +133,13 @@ def test_composed_start_states_have_the_bits_of_the_chain(
 ) -> None:
     """Products of a warpgroup and of a warp add up in the same order; which ones are used depends on the tokens."""
     inputs = draw(T, H)._replace(initial_state=None)
-    composed = chunk_forward_segments.prepare_call(request(inputs, **options), inputs)
-    assert "chain" not in [name for name, *_ in composed.launches]
-    got = chunk_forward_segments.forward(request(inputs, **options), inputs)
-    monkeypatch.setattr(chunk_forward_segments, "output_composes", lambda segments, blocks: False)
-    chained = chunk_forward_segments.prepare_call(request(inputs, **options), inputs)
-    assert "chain" in [name for name, *_ in chained.launches]
-    assert same(got, chunk_forward_segments.forward(request(inputs, **options), inputs))
+    composed = FormCall("segments", request(inputs, **options), inputs)
+    assert "chain" not in composed.names
+    got = segments_forward(request(inputs, **options), inputs)
+    monkeypatch.setattr(segments_launches, "output_composes", lambda segments, blocks: False)
+    chained = FormCall("segments", request(inputs, **options), inputs)
+    assert "chain" in chained.names
+    assert same(got, segments_forward(request(inputs, **options), inputs))
 
 
 def test_appended_tokens_change_no_bit() -> None:
@@ -158,10 +157,10 @@ def test_appended_tokens_change_no_bit() -> None:
 def test_graph_replay_equals_eager(options: dict[str, Any]) -> None:
     inputs = draw(3000, 4)
     r = request(inputs, **options)
-    eager = chunk_forward_segments.forward(r, inputs)
+    eager = segments_forward(r, inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chunk_forward_segments.forward(r, inputs)
+        captured = segments_forward(r, inputs)
     graph.replay()
     torch.cuda.synchronize()
     assert same(captured, eager)
@@ -187,4 +186,4 @@ def test_few_heads_go_in_segments() -> None:
     assert choice.use_segments(16, True, torch_launch.multiprocessors(0), lambda: 0.0)
     inputs = draw(64, 16)
     got = chunk_forward.forward(r := request(inputs, **BOUNDED_MODEL), inputs)
-    assert same(got, chunk_forward_segments.forward(r, inputs))
+    assert same(got, segments_forward(r, inputs))

@@ -8,6 +8,7 @@ from typing import Any
 
 import emulator
 import numpy as np
+import program_launches
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
@@ -15,8 +16,7 @@ from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused import forward as fused_form
-from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -96,7 +96,7 @@ def test_the_emulator_sees_a_wait_for_what_has_not_begun(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the first ticket the last one, the second cluster would wait for the first: the tests above can fail."""
-    monkeypatch.setattr(fused_form, "LAUNCH_NUMBERS", count(NUMBER))
+    monkeypatch.setattr(program_launches, "numbers", count(NUMBER))
     with_counter(
         monkeypatch, FIRST + 1
     )  # as if one ticket were drawn already, by a cluster that never begins
@@ -107,16 +107,21 @@ def test_the_emulator_sees_a_wait_for_what_has_not_begun(
 def with_counter(monkeypatch: pytest.MonkeyPatch, held: int) -> list[torch.Tensor]:
     """Workspaces come with this 64-bit number where the counter is."""
     made: list[torch.Tensor] = []
-    new_empty = torch.Tensor.new_empty
+    plain = torch_launch.allocator
 
-    def prepared(self: torch.Tensor, size: Any, **more: Any) -> torch.Tensor:
-        x = new_empty(self, size, **more)
-        if isinstance(size, int):
-            x[:2] = torch.tensor([held], dtype=torch.int64).view(torch.float32)
-            made.append(x)
-        return x
+    def allocator(device_type: str) -> Any:
+        empty = plain(device_type)
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", prepared)
+        def prepared(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            x = empty(shape, strides, dtype)
+            if dtype == torch.uint8:
+                x[:8] = torch.tensor([held], dtype=torch.int64).view(torch.uint8)
+                made.append(x)
+            return x
+
+        return prepared
+
+    monkeypatch.setattr(torch_launch, "allocator", allocator)
     return made
 
 
@@ -142,12 +147,12 @@ def test_whatever_the_workspace_held(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, held: int
 ) -> None:
     """And the counter is left so that the same launch can be made again, as a graph makes it."""
-    monkeypatch.setattr(fused_form, "LAUNCH_NUMBERS", count(NUMBER))
+    monkeypatch.setattr(program_launches, "numbers", count(NUMBER))
     case = CASES[name]()
     want = run(monkeypatch, case, emulator.FORWARDS, **BOUNDED_MODEL)
-    monkeypatch.setattr(fused_form, "LAUNCH_NUMBERS", count(NUMBER))
+    monkeypatch.setattr(program_launches, "numbers", count(NUMBER))
     made = with_counter(monkeypatch, held)
     got = run(monkeypatch, case, emulator.BACKWARDS, **BOUNDED_MODEL)
     assert same_bits(got, want)
     (workspace,) = made
-    assert workspace[:2].view(torch.int64).item() == 0
+    assert workspace[:8].view(torch.int64).item() == 0

@@ -12,6 +12,7 @@ import torch
 from chunk_backward_calls import draw, filled, same_gradients
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, check_outputs, error, oracle, request_of
 from emulated_backend import NAME, Plugin, run_emulated
+from single_launches import WORKSPACE, launch, make_workspace, plan_of
 from test_chunk_backward_conformance import served
 from test_chunk_backward_scan import guarded
 
@@ -23,12 +24,12 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
+from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.backward.kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.kept import forward as chunk_forward_kept
+from kdacore_cuda.forms.kept import launches as kept_launches
 from kdacore_cuda.forms.kept import sizes as chunk_kept
 from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
@@ -64,12 +65,10 @@ def run(request: Request, inputs: ChunkInputs) -> tuple[Outputs, InputGrads, Out
 
 def recomputed(request: Request, inputs: ChunkInputs, do: torch.Tensor) -> dict[str, torch.Tensor]:
     """The workspace as the backward's own prepare and scan leave it."""
-    plan = chunk_backward.plan_of(request)
-    work = chunk_backward.make_workspace(plan, inputs.q, *chunk_backward.WORKSPACE)
-    chunk_backward.launch(
-        chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded), plan, inputs, work
-    )
-    chunk_backward.launch(scan_kernel(1), plan, inputs, work | {"d_o": do})
+    plan = plan_of(request)
+    work = make_workspace(plan, inputs.q, *WORKSPACE)
+    launch(chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded), plan, inputs, work)
+    launch(scan_kernel(1), plan, inputs, work | {"d_o": do})
     return work
 
 
@@ -94,14 +93,14 @@ def check(inputs: ChunkInputs, launched: list[str], *, gradients_too: bool = Tru
     same_gradients(got, chunk_backward.backward(request, inputs, (), grads))
 
     (buffer,) = out.saved
-    units = chunk_backward.plan_of(request).sizes["units"]
+    units = int(plan_of(request).numbers["units"])
     assert buffer.dtype == torch.uint8 and buffer.shape == (units * 133376,)
-    kept = chunk_kept.kept_arrays(buffer, units)
+    kept = {name: buffer[at:] for name, at in chunk_kept.kept_places(units).items()}
     assert grads.o is not None
     for name, x in recomputed(request, inputs, grads.o).items():
         if name in ("dh", "dr"):
             continue
-        mine = kept[name].view(x.dtype).view(x.shape)
+        mine = kept[name][: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
         for at in filled(request, inputs):
             assert torch.equal(mine[at], x[at]), name
     return out
@@ -170,13 +169,12 @@ def test_bits_do_not_depend_on_how_blocks_share_a_state(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = draw(200, initial_state=states(1, 1))
-    request = kept_request(inputs, output_final_state=True)
     found = []
     for warpgroups in (1, 2):
-        for module in (chunk_forward_kept, chunk_backward):
+        for module in (kept_launches, backward_launches):
             monkeypatch.setattr(module, "one_way_warpgroups", lambda *args, n=warpgroups: n)
         emulated.clear()
-        found.append(run(request, inputs))
+        found.append(run(kept_request(inputs, output_final_state=True), inputs))
         assert [f"WARPGROUPS{warpgroups}" in name for name in emulated[:4]] == [False, True, True, False]
     (first, grads, _), (second, others, _) = found
     assert torch.equal(first.o, second.o) and torch.equal(first.final_state, second.final_state)
@@ -207,7 +205,7 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str]) -> None:
     )
     request = kept_request(first, output_final_state=True)
     wanted = tuple(x is not None for x in first[:8])
-    step = chunk_backward_fast_path.make_fast_gradients(request, first, wanted)
+    step = chunk_backward.make_fast_gradients(request, first, wanted)
     assert step is not None
     emulated.clear()
     results = step.forward(tuple(second))
@@ -352,22 +350,22 @@ def test_grids() -> None:
     assert [scan_outputs_kernel(n).grid(0, 64, 132) for n in (1, 2)] == [128, 64]
 
 
-def test_the_benchmark_launches_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_launches_what_a_call_launches(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from benchmarks import kept_training
 
-    seen: list[str] = []
-    monkeypatch.setattr(chunk_backward, "launch", lambda kernel, *rest: seen.append(kernel.source.name))
-    monkeypatch.setattr(chunk_backward, "_sum_chunks", lambda *rest: (None, None))
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    inputs = draw(70, 13, 13)
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 8)
+    inputs = draw(70, 2, 2)
     kept = kept_request(inputs)
     plain = dataclasses.replace(kept, disable_recompute=False)
     steps = kept_training.steps_of(plain, kept, inputs, OutputGrads(torch.zeros_like(inputs.v), None))
-    seen.clear()
+    emulated.clear()
     steps["kept training"]()
-    prepare, outputs, reverse, grads = seen
+    prepare, outputs, reverse, grads, _ = emulated
     assert prepare.startswith("prepare") and grads.startswith("grads")
     for step, name in (("outputs", outputs), ("reverse", reverse)):
-        seen.clear()
-        steps[f"kept {step}, 1 warpgroups"]()
-        assert seen == [name]
+        for warpgroups in (1, 2):
+            emulated.clear()
+            steps[f"kept {step}, {warpgroups} warpgroups"]()
+            assert (emulated == [name]) == (warpgroups == 1) and len(emulated) == 1

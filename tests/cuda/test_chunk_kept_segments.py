@@ -20,11 +20,9 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
+from kdacore_cuda.forms.segments import launches as segments_launches
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths
 from kdacore_cuda.runtime import device_figures, torch_launch
@@ -145,7 +143,7 @@ def test_output_that_finds_start_states_keeps_them(
     out, grads = run(inputs, output_final_state=True)
     assert not any(name.startswith("chain-") for name in emulated)
     check_gradients(kept_request(inputs, output_final_state=True), inputs, grads)
-    monkeypatch.setattr(chunk_forward_segments, "output_composes", lambda segments, blocks: False)
+    monkeypatch.setattr(segments_launches, "output_composes", lambda segments, blocks: False)
     chained, chained_grads = run(inputs, output_final_state=True)
     assert any(name.startswith("chain-") for name in emulated)
     assert torch.equal(out.o, chained.o)
@@ -244,7 +242,7 @@ def test_cached_calls_give_the_same_bits(emulated: list[str], case: str) -> None
     inputs, options = make(), {"output_final_state": True, **options}
     request = kept_request(inputs, **options)
     wanted = tuple(x is not None for x in inputs[:8])
-    step = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+    step = chunk_backward.make_fast_gradients(request, inputs, wanted)
     assert step is not None
     emulated.clear()
     results = step.forward(tuple(inputs))
@@ -285,7 +283,7 @@ def test_through_autograd(emulated: list[str]) -> None:
                 assert sizes == {2 * 128 * 1024}
             torch.autograd.backward([o, final], [do, d_final])
             runs.append([o, final, *[a.grad for a in leaves]])
-        assert TORCH.fast_path.calls["chunk_kda"][0].fast_call is not None
+        assert TORCH.seen_calls.calls["chunk_kda"][0].fast_call is not None
     finally:
         REGISTRY.reset()
     assert all(torch.equal(a, b) for found in runs[1:] for a, b in zip(found, runs[0], strict=True))
@@ -297,7 +295,7 @@ def test_through_autograd(emulated: list[str]) -> None:
 
 
 def keeps(request: Request) -> bool:
-    return chosen(request).saves == "maps" and chunk_forward_segments.plan_of(request).keeps
+    return chunk_backward.saved_kind(request) == "maps"
 
 
 def test_which_calls_keep() -> None:

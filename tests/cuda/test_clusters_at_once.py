@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, Draw, request_of
+from recording_driver import EXECUTORS, Stub
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.fused import forward as fused
+from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.fused.sizes import cut_states_size
 from kdacore_cuda.jax import devices as jax_devices
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, torch_launch
-from kdacore_cuda.runtime import launcher as launch
-from kdacore_cuda.runtime.driver import NO_CONTEXT, Driver, DriverError
+from kdacore_cuda.runtime.driver import DriverError
 from kdacore_cuda.runtime.launcher import Launcher
 
-_STUB = """
-int refuses, retained, set, asked, grid, threads, shared, attributes; void* kernel;
-int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
-int cuDevicePrimaryCtxRetain(void** c, int d) { ++retained; *c = (void*)0x100; return 0; }
-int cuCtxSetCurrent(void* c) { ++set; if (refuses == 201) refuses = 0; return 0; }
-int cuLaunchKernelEx() { return 1; }
-int cuLibraryLoadData() { return 1; }
-int cuLibraryGetKernel() { return 1; }
-int cuKernelSetAttribute(int what, int value, void* k, int d) { return 0; }
+_OCCUPANCY = """
+int refuses, asked, grid, threads, shared, counted; void* kernel;
 int cuOccupancyMaxActiveClusters(int* count, void* k, const unsigned* config) {
   ++asked;
+  if (nowhere && !current) return 201;
   if (refuses) return refuses;
-  kernel = k, grid = config[0], threads = config[3], shared = config[6], attributes = config[12];
+  kernel = k, grid = config[0], threads = config[3], shared = config[6], counted = config[12];
   *count = 28;
   return 0;
 }
@@ -44,71 +35,63 @@ int cuOccupancyMaxActiveClusters(int* count, void* k, const unsigned* config) {
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("occupancy")
-    (folder / "stub.c").write_text(_STUB)
-    subprocess.run(["gcc", "-shared", "-fPIC", folder / "stub.c", "-o", folder / "libcuda.so.1"], check=True)
-    return folder / "libcuda.so.1"
+def library(tmp_path_factory: pytest.TempPathFactory) -> Stub:
+    return Stub(tmp_path_factory.mktemp("occupancy"), {"chunk_forward": CHUNK_FORWARD}, _OCCUPANCY)
 
 
-def number(library: Path, name: str) -> ctypes.c_int:
-    return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), name)
-
-
-@pytest.fixture
-def asked(library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Launchers ask the stub; kernels count as loaded."""
-    driver = Driver(str(library))
-    for name in ("refuses", "retained", "set", "asked"):
-        number(library, name).value = 0
-    monkeypatch.setattr(launch, "driver", lambda: driver)
-    for cluster in (2, 4):
-        monkeypatch.setitem(launch._handles, (kernel(cluster), "sm_90a"), 0x1000 + cluster)
+@pytest.fixture(params=EXECUTORS)
+def stub(request: pytest.FixtureRequest, library: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """The driver of device 0, through each executor."""
+    library.install(monkeypatch, request.param)
+    for name in ("refuses", "asked"):
+        library.number(name).value = 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     return library
 
 
-def kernel(cluster: int) -> Any:
-    return chunk_forward_kernel(128, cluster, True, False, "sm_90a")
+def launcher(cluster: int, shared: int = 0) -> Launcher:
+    """One of its own: what the driver says is remembered by launcher."""
+    return Launcher(chunk_forward_kernel(128, cluster, True, False, "sm_90a"), CHUNK_FORWARD, 512, shared)
 
 
 @pytest.mark.parametrize("cluster", [2, 4])
-def test_the_driver_is_asked_about_the_launch_that_is_meant(asked: Path, cluster: int) -> None:
-    launcher = Launcher(kernel(cluster), CHUNK_FORWARD, 512, 220 * 1024)
-    assert launcher.clusters_at_once(0, "sm_90a") == 28
-    found = {name: number(asked, name).value for name in ("grid", "threads", "shared", "attributes")}
-    assert found == {"grid": cluster, "threads": 512, "shared": 220 * 1024, "attributes": 1}
-    assert number(asked, "kernel").value == 0x1000 + cluster
+def test_the_driver_is_asked_about_the_launch_that_is_meant(stub: Stub, cluster: int) -> None:
+    asked = launcher(cluster, 220 * 1024)
+    assert torch_launch.clusters_at_once(asked, "sm_90a", 0) == 28
+    found = {name: stub.number(name).value for name in ("grid", "threads", "shared", "counted")}
+    assert found == {"grid": cluster, "threads": 512, "shared": 220 * 1024, "counted": 1}
+    assert stub.code_loaded == f"{asked.kernel.name}.sm_90a"
+    assert stub.number("kernel").value == 1
+    assert stub.limits == {"chunk_forward": 220 * 1024}
 
 
-def test_a_thread_without_a_context(asked: Path) -> None:
-    number(asked, "refuses").value = NO_CONTEXT
-    assert Launcher(kernel(4), CHUNK_FORWARD, 512, 0).clusters_at_once(0, "sm_90a") == 28
-    assert (number(asked, "retained").value, number(asked, "set").value) == (1, 1)
+def test_a_thread_without_a_context(stub: Stub) -> None:
+    stub.number("nowhere").value = 1
+    assert torch_launch.clusters_at_once(launcher(4), "sm_90a", 3) == 28
+    assert stub.context == 0x100 + 3
 
 
-def test_what_the_driver_refuses(asked: Path) -> None:
-    number(asked, "refuses").value = 1
+def test_what_the_driver_refuses(stub: Stub) -> None:
+    stub.number("refuses").value = 1
     with pytest.raises(DriverError, match="cuOccupancyMaxActiveClusters failed"):
-        Launcher(kernel(4), CHUNK_FORWARD, 512, 0).clusters_at_once(0, "sm_90a")
+        torch_launch.clusters_at_once(launcher(4), "sm_90a", 0)
 
 
-def test_the_driver_is_asked_once_for_a_kernel_and_device(
-    asked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch_launch, "current_device", lambda: 0)
-    launchers = [Launcher(kernel(cluster), CHUNK_FORWARD, 512, 0) for cluster in (2, 4)]
+def test_the_driver_is_asked_once_for_a_kernel_and_device(stub: Stub) -> None:
+    launchers = [launcher(cluster) for cluster in (2, 4)]
     for _ in range(3):
-        for launcher in launchers:
-            assert torch_launch.clusters_at_once(launcher, "sm_90a", 0) == 28
-    assert number(asked, "asked").value == 2
+        for each in launchers:
+            assert torch_launch.clusters_at_once(each, "sm_90a", 0) == 28
+    assert stub.number("asked").value == 2
+    assert torch_launch.clusters_at_once(launchers[0], "sm_90a", 1) == 28
+    assert stub.number("asked").value == 3
 
 
 def test_nobody_is_asked_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    launcher = Launcher(kernel(4), CHUNK_FORWARD, 512, 0)
-    assert torch_launch.clusters_at_once(launcher, "sm_90a", 0) == 0
-    assert jax_devices.clusters_at_once(launcher, "sm_90a", 0) == 0
+    for library in (torch_launch, jax_devices):
+        assert library.clusters_at_once(launcher(4), "sm_90a", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -139,9 +122,9 @@ def test_plans_follow_the_driver(
         beta=d.normal(1, 200, 70),
         **d.gate("random", 1, 200, 70, 128),
     )
-    plan = fused.plan_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL))
-    assert plan.grid == 2 * clusters
-    assert plan.workspace_size == cut_states_size(clusters)
+    made = fused.launches_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL))
+    assert made.numbers["blocks"] == 2 * clusters
+    assert made.buffers == {"workspace": 4 * cut_states_size(clusters)}
 
 
 def test_calls_in_segments_load_no_fused_kernel(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from extreme_gates import (
 from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward.gradients import UNBOUNDED_FLOOR
+from kdacore_cuda.forms.chunk_numbers import UNBOUNDED_FLOOR
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward, oracle_forward

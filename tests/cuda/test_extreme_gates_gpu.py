@@ -21,7 +21,7 @@ from test_extreme_gates import EVERY_KIND, KINDS, LENGTHS, options_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs
-from kdacore_cuda.forms.backward.gradients import UNBOUNDED_FLOOR
+from kdacore_cuda.forms.chunk_numbers import UNBOUNDED_FLOOR
 from kdacore_reference.oracle import to_float64
 
 pytestmark = pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,15 @@ import kdacore
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
 from kdacore_cuda.build import packaged_cubins
-from kdacore_cuda.forms.fused import forward as fused
-from kdacore_cuda.forms.recurrent.launches import launch_of
+from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.jax import chunk as jax_chunk
 from kdacore_cuda.jax import recurrent as jax_recurrent
 from kdacore_cuda.jax import xla_handler, xla_interface
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
-from kdacore_cuda.runtime import device_figures, launch_program
-from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
+from kdacore_cuda.runtime import device_figures, executor
+from kdacore_cuda.runtime import program as programs
+from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
+from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 pytestmark = pytest.mark.quick
 
@@ -59,15 +61,16 @@ def test_parameters_are_those_of_the_plan(either_handler: Device) -> None:
         **{n: torch.zeros(a.shape, dtype=getattr(torch, a.dtype.name)) for n, a in arrays(H=30).items()}
     )
     request = request_of("chunk_kda", specs, **MODEL, output_final_state=True)
-    plan = fused._make_plan(dataclasses.replace(request, kind="jax", device=HOPPER))
+    launches = fused.launches_of(dataclasses.replace(request, kind="jax", device=HOPPER))
+    (step,) = launches.program.steps
+    assert isinstance(step, Launch)
+    launcher, numbers = step.launcher, launches.numbers
     assert (launched.grid, launched.threads, launched.shared) == (
-        *(plan.grid, plan.launcher.threads, plan.launcher.shared),
+        *(numbers["blocks"], launcher.threads, launcher.shared),
     )
-    assert launched.kernel is plan.launcher.kernel and launched.overlaps
-    names = [name for name, _ in plan.launcher.params.fields]
-    row = 30 * 128 * 128
-    want = plan.launcher.params.last(row, row, *plan.strides, *plan.sizes)
-    got = dict(zip(names, launched.values, strict=True))
+    assert launched.kernel is launcher.kernel and launched.overlaps
+    got = dict(zip((name for name, _ in CHUNK_FORWARD.fields), launched.values, strict=True))
+    want = {name: numbers[name] for name, kind in CHUNK_FORWARD.fields if kind != "ptr" and name != "launch"}
     assert {n: got[n] for n in want} == {n: pytest.approx(x) for n, x in want.items()}
     for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "o", "ht"):
         assert got[name]
@@ -100,8 +103,8 @@ def test_unused_rows_of_checkpoints_are_cleared(either_handler: Device) -> None:
 
 
 def test_a_refused_launch(either_handler: Device) -> None:
-    either_handler.number("refuses").value = 3
-    with pytest.raises(jax.errors.JaxRuntimeError, match="cuLaunchKernelEx failed: CUDA_ERROR_STUB"):
+    either_handler.stub.fail("cuLaunchKernelEx")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"cuLaunchKernelEx failed: CUDA_ERROR_STUB \(3\)"):
         run(arrays())
 
 
@@ -134,28 +137,31 @@ def test_a_second_device_of_the_same_kind(either_handler: Device) -> None:
 
 
 def custom_call(words: Any, *given: Any) -> Any:
-    from kdacore_cuda.jax import xla_handler
-
     result = jax.ShapeDtypeStruct((4,), jnp.float32)
     made = jax.ffi.ffi_call(xla_handler.TARGET, result, vmap_method="sequential")
     return jax.block_until_ready(made(*given, program=words))
 
 
+NUMBERS = {"all": 16, "half": 8, "one": 1}
+
+
 def words(*steps: Any, arguments: int = 0) -> Any:
+    """The program of a call with arguments x0, x1, ... and the result y, all of 16 bytes."""
     names = [f"x{i}" for i in range(arguments)]
-    return make_program(steps, names, ["y"], "sm_90a", 90, 132).words
+    program = Program(steps, [*names, "y"], tuple(NUMBERS))
+    return program.words("sm_90a", 90, 132, names, ["y"], own=program.pack_numbers(NUMBERS))[0]
 
 
 def test_memory_is_cleared(either_handler: Device) -> None:
-    assert not custom_call(words(Clear("y", 16))).any()
+    assert not custom_call(words(Clear("y", "all"))).any()
 
 
 def test_an_argument_in_other_memory_than_its_result_is_copied(either_handler: Device) -> None:
     """As XLA hands over slices of larger arrays: what a launch is to change in place is in the result then, and
     later steps find it there."""
     x = jnp.arange(1.0, 5.0)
-    assert (custom_call(words(InPlace("x0", "y", 16), arguments=1), x) == x).all()
-    cleared = custom_call(words(InPlace("x0", "y", 16), Clear("x0", 8), arguments=1), x)
+    assert (custom_call(words(InPlace("x0", "y", "all"), arguments=1), x) == x).all()
+    cleared = custom_call(words(InPlace("x0", "y", "all"), Clear("x0", "half"), arguments=1), x)
     assert cleared.tolist() == [0.0, 0.0, 3.0, 4.0]
     assert x.tolist() == [1.0, 2.0, 3.0, 4.0]
 
@@ -167,44 +173,46 @@ def test_an_argument_in_other_memory_than_its_result_is_copied(either_handler: D
         lambda w: np.concatenate([w[:0], [w[0] + 1], w[1:]]),
         lambda w: np.concatenate([w[:3], [1], w[4:]]),
         lambda w: w.astype(np.int32),
+        lambda w: np.concatenate([w[:6], [0], w[7:]]),
     ],
-    ids=["short", "format", "arrays", "dtype"],
+    ids=["short", "format", "arrays", "dtype", "numbers of its own"],
 )
 def test_programs_of_another_version_are_refused(either_handler: Device, change: Any) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="another version|another call|no program"):
-        custom_call(change(words(Clear("y", 16))))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version of kdacore, or is damaged"):
+        custom_call(change(words(Clear("y", "all"))))
 
 
 def test_kernels_that_were_never_added_are_read_from_the_package(either_handler: Device) -> None:
     """As those of a program that was exported elsewhere."""
     rows = packaged_cubins.read_manifest()
     name, row = next((n, r) for n, r in rows.items() if n.startswith("sums") and n.endswith("sm_90a"))
-    made = words(Clear("y", 16))
-    kernel = [launch_program.KERNEL, launch_program.KERNEL_WORDS + 1, int(row["file"][:16], 16)]
-    kernel = [x - 2**64 if x >= 2**63 else x for x in kernel]
-    entry = [int(x) for x in np.frombuffer(b"sums".ljust(32, b"\0"), np.int64)]
-    step = [*kernel, *entry, 1, 32, 0, 0, 8, 0, 5]
     either_handler.raw.clear()
-    header = list(made[:5])
-    custom_call(np.array([*header, 1, *step], np.int64))
+    custom_call(one_launch(int(row["file"][:16], 16), b"sums"))
     (handle,) = either_handler.raw
     assert handle.to_bytes(8, "little")[:4] == b"\x7fELF", name
 
 
+def one_launch(identity: int, entry: bytes) -> Any:
+    """The program that launches one block of 32 threads, with parameters of 8 bytes."""
+    kernel = [programs.KERNEL, programs.KERNEL_WORDS + 1, *np.array([identity], np.uint64).view(np.int64)]
+    blocks = 2  # the number of the value: behind the launch number and the result
+    step = [*kernel, *np.frombuffer(entry.ljust(32, b"\0"), np.int64), blocks, 32, 0, 0, 8, 0, 0]
+    header = [programs.MAGIC << 8 | programs.FORMAT, 90, 132, 0, 1, 1, 1, 1]
+    return np.array([*header, 1, *step], np.int64)
+
+
 def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
-    header = list(words()[:5])
-    step = [launch_program.KERNEL, launch_program.KERNEL_WORDS + 1, 0x1234, 0, 0, 0, 0, 1, 32, 0, 0, 8, 0, 5]
     with pytest.raises(jax.errors.JaxRuntimeError, match="no machine code 0000000000001234"):
-        custom_call(np.array([*header, 1, *step], np.int64))
+        custom_call(one_launch(0x1234, b"sums"))
 
 
-def test_arrays_and_fields_that_do_not_exist() -> None:
-    r = dataclasses.replace(_request(), device=HOPPER)
-    step = launch_of(r)._replace(arrays={"q": ("x", 0)}, fixed={})
-    with pytest.raises(ValueError, match="an array that no call has: x"):
-        make_program([step], ["q"], ["o"], "sm_90a", 90, 132)
-    with pytest.raises(ValueError, match="no such fields: nothing"):
-        make_program([step._replace(arrays={"nothing": ("q", 0)})], ["q"], ["o"], "sm_90a", 90, 132)
+def test_the_handler_launches_by_the_executor_of_the_process(
+    from_jax: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which knows the kernels of eager calls, and has warned where it is the one in Python."""
+    for here in (from_jax.stub.native_executor(), PythonExecutor(from_jax.stub.driver())):
+        monkeypatch.setattr(executor, "executor", lambda here=here: here)
+        assert xla_handler.load().add_kernel == here.add_kernel
 
 
 def _request(op: str = "fused_recurrent_kda", **options: Any) -> Request:
@@ -221,9 +229,9 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     request = dataclasses.replace(_request("chunk_kda"), device=HOPPER, kind="jax")
     given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
     text = lowered(lambda x: jax_chunk.forward(request, ChunkInputs(**x)).o, given)
-    assert text.count("custom_call @kdacore_cuda.launch.1") == 1 and "output_operand_alias" not in text
+    assert text.count(f"custom_call @{xla_handler.TARGET}(") == 1 and "output_operand_alias" not in text
     text = lowered(lambda x: jax_chunk.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
-    assert text.count("custom_call @kdacore_cuda.launch.1") == 2
+    assert text.count(f"custom_call @{xla_handler.TARGET}(") == 2
 
     given = {
         n: jax.ShapeDtypeStruct((B, 1, *a.shape[2:]) if n in "qkvg beta" else a.shape, a.dtype)
@@ -351,3 +359,8 @@ def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch)
     assert device_figures.planned(there).device.index == 1
     for function in functions:
         function.cache_clear()
+
+
+def test_the_guide_names_the_target_that_exports_allow() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "jax.md"
+    assert {*re.findall(r"kdacore_cuda\.launch\.\w+", guide.read_text())} == {xla_handler.TARGET}

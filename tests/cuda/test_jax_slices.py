@@ -13,15 +13,18 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw
 from emulated_backend import HOPPER
 from jax_emulation import Device, to_jax
+from program_launches import launches_of
 from slice_ranks import Rank, Row
 from test_jax import check
-from test_slices import CROSSING, draw, pack, state, use_segments
+from test_slices import CROSSING, draw, pack, state
 
 from kdacore.types import ChunkInputs, OutputGrads, SliceFunctions
-from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.forms.slices import functions as slices
+from kdacore_cuda.forms.slices import launches
 from kdacore_cuda.jax import devices as jax_devices
-from kdacore_cuda.runtime import device_figures, torch_launch
+from kdacore_cuda.jax import xla_handler
+from kdacore_cuda.runtime import device_figures, executor, torch_launch
+from kdacore_cuda.runtime.program import Program, Start
 
 CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
     "grouped": (draw(280, 1, 2, B=2), 2, BOUNDED_MODEL | {"output_final_state": True}),
@@ -37,7 +40,7 @@ CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
-    use_segments(monkeypatch, 2)
+    monkeypatch.setattr(launches, "chunks_per_segment", lambda *args: 2)
 
 
 def middle_rank(inputs: ChunkInputs, ranks: int, options: dict[str, Any]) -> Rank:
@@ -99,11 +102,18 @@ def test_launches_are_those_of_torch(
     """The same kernels on the same grids, given the same numbers and the same arrays, at addresses as aligned."""
     made: list[tuple[Any, int, dict[str, Any]]] = []
 
-    def launch(launcher: Any, grid: int, arch: str, like: Any, values: Any) -> None:
-        names = [field for field, _ in launcher.params.fields]
-        made.append((launcher, grid, dict(zip(names, values, strict=True))))
+    def start_of(program: Program, arch: str, index: int) -> Start:
+        def start(stream: int, values: bytes) -> None:
+            for step, grid, packed in launches_of(program, values):
+                params = step.launcher.params
+                names = [field for field, _ in params.fields]
+                made.append(
+                    (step.launcher, grid, dict(zip(names, params.packer.unpack(packed), strict=True)))
+                )
 
-    monkeypatch.setattr(torch_launch, "launch", launch)
+        return start
+
+    monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     rank = middle_rank(*CASES[name])
     from_both(rank)
@@ -146,7 +156,7 @@ def test_packs_of_many_sequences(
         from_jax.number(number).value = value
     rank = middle_rank(pack(lengths, 128, torch.int32), 2, BOUNDED_MODEL | {"output_final_state": True})
     (request, functions), wanted = in_jax(rank), slices.slice_functions(rank.request)
-    assert chunk_forward_slices.plan_of(request).as_whole
+    assert launches.forward_launches(request).finish is None
     starts = state(len(lengths), 1)
 
     def run(functions: Any, request: Any, inputs: Any, starts: Any) -> Any:
@@ -173,7 +183,7 @@ def test_buffers_are_written_in_place() -> None:
     count = len(ChunkInputs._fields)
     traced = jax.jit(run).trace(ChunkInputs(*forms[:count]), forms[count:])
     text = str(traced.lower(lowering_platforms=("cuda",)).as_text())
-    calls = [line for line in text.splitlines() if "custom_call @kdacore_cuda.launch.1" in line]
+    calls = [line for line in text.splitlines() if f"custom_call @{xla_handler.TARGET}" in line]
     assert [line.count("output_operand_alias<") for line in calls] == [0, 1, 0, 2, 1]
 
 

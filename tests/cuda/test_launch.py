@@ -1,17 +1,19 @@
-"""Parameter packing, and the launch path through a stub driver library."""
+"""Parameter packing, programs, and both executors on a stub driver library."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
-import shutil
 import struct
-import subprocess
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import emulator
 import pytest
+import torch
+from emulator import STRUCTS
+from recording_driver import EXECUTORS, Seen, Stub
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import kernel_parameters
@@ -20,290 +22,246 @@ from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
 from kdacore_cuda.request_encoding import division
-from kdacore_cuda.runtime import launcher as launch
-from kdacore_cuda.runtime import prepacked_launch
-from kdacore_cuda.runtime.driver import Driver, DriverError
-from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch
+from kdacore_cuda.runtime import executor
+from kdacore_cuda.runtime.driver import DriverError
+from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Clear, InPlace, Launch, Program, Value
+from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError
 
 pytestmark = pytest.mark.quick
 
-_STUB = """
-#include <string.h>
-unsigned char params[512]; unsigned grid, block, shared_size; void* on_stream; int limit, fail, attributes, attribute;
-int loads, nowhere; void* current;
-int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x100L + device); return 0; }
-int cuCtxSetCurrent(void* context) { current = context; return 0; }
-int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
-  *l = (void*)code; ++loads; return 0; }
-int cuLibraryGetKernel(void** k, void* l, const char* name) { *k = (void*)0x77; return strcmp(name, "recurrent") != 0; }
-int cuKernelSetAttribute(int what, int value, void* k, int device) { limit = value; return 0; }
-int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
-int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
-  grid = config[0]; block = config[3]; shared_size = config[6]; on_stream = *(void**)(config + 8);
-  attributes = config[12]; attribute = attributes ? **(int**)(config + 10) : -1;
-  if (nowhere && !current) return 201;
-  memcpy(params, arguments[0], SIZE); return fail; }
-"""
+POINTERS = tuple(name for name, kind in RECURRENT.fields if kind == "ptr")
+NUMBERS = tuple(name for name, kind in RECURRENT.fields if kind != "ptr")
+VALUES: dict[str, Any] = {name: i for i, (name, _) in enumerate(RECURRENT.fields, 1)}
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library with the driver's names that records one launch."""
-    assert shutil.which("gcc"), "the CUDA backend's tests need gcc and g++"
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "stub.c").write_text(_STUB)
-    library = folder / "libcuda.so.1"
-    size = f"-DSIZE={RECURRENT.size}"
-    subprocess.run(["gcc", "-shared", "-fPIC", size, folder / "stub.c", "-o", library], check=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Stub:
+    return Stub(tmp_path_factory.mktemp("driver"), {"recurrent": RECURRENT})
+
+
+@pytest.fixture(params=EXECUTORS)
+def stub(request: pytest.FixtureRequest, library: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """The driver, through each executor."""
+    library.install(monkeypatch, request.param)
     return library
 
 
-def make(stub: Path, monkeypatch: pytest.MonkeyPatch, shared: int = 1000) -> launch.Launcher:
-    driver = Driver(str(stub))
-    for module in (launch, prepacked_launch):
-        monkeypatch.setattr(module, "driver", lambda: driver)
-    monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: b"cubin")
-    monkeypatch.setattr(launch, "_handles", {})
-    return launch.Launcher(
-        recurrent_kernel(64, False, False, RecurrentMode.GENERAL),
-        RECURRENT,
-        64,
-        shared,
-    )
+def launcher(shared: int = 1000) -> Launcher:
+    return Launcher(recurrent_kernel(64, False, False, RecurrentMode.GENERAL), RECURRENT, 64, shared)
 
 
-def test_launch_passes_what_was_packed(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = make(stub, monkeypatch)
-    values = tuple(range(1, len(RECURRENT.fields) + 1))
-    launcher(7, 0, "sm_90a", 0x55, values)
-    library = ctypes.CDLL(str(stub))
-    seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
-    assert RECURRENT.packer.unpack(seen) == values
-    assert ctypes.c_uint.in_dll(library, "grid").value == 7
-    assert ctypes.c_uint.in_dll(library, "block").value == 64
-    assert ctypes.c_void_p.in_dll(library, "on_stream").value == 0x55
+def one_launch(shared: int = 1000, fields: Mapping[str, Value] = {}) -> Program:
+    """A launch whose fields hold values of their own names."""
+    return Program((Launch("one", launcher(shared), "blocks", fields),), POINTERS, (*NUMBERS, "blocks"))
 
 
-def test_large_shared_memory_is_asked_for(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = make(stub, monkeypatch, shared=100_000)
-    launcher(1, 0, "sm_90a", 0, (0,) * len(RECURRENT.fields))
-    assert ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "limit").value == 100_000
-
-
-def test_a_refused_launch_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = make(stub, monkeypatch)
-    flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
-    flag.value = 3
-    try:
-        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            launcher(1, 0, "sm_90a", 0, (0,) * len(RECURRENT.fields))
-    finally:
-        flag.value = 0
-
-
-def make_fixed(
-    stub: Path, monkeypatch: pytest.MonkeyPatch, last: tuple[float, ...]
-) -> prepacked_launch.PrepackedLauncher:
-    """One whose calls give the first fields."""
-    plain = make(stub, monkeypatch)
-    names = [name for name, _ in RECURRENT.fields]
-    given, rest = tuple(names[: -len(last)]), names[-len(last) :]
-    return prepacked_launch.PrepackedLauncher(plain, given, dict(zip(rest, last, strict=True)))
-
-
-def run(launcher: Any, grid: int, device: int, arch: str, stream: int, values: tuple[Any, ...]) -> None:
-    """A launch by either kind of launcher."""
-    if isinstance(launcher, prepacked_launch.PrepackedLauncher):
-        launcher.start_for(grid, device, arch)(stream, values)
-    else:
-        launcher(grid, device, arch, stream, values)
-
-
-@pytest.mark.parametrize("kind", ["plain", "fixed"])
-def test_a_thread_without_a_context_gets_torchs(
-    stub: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def run(
+    program: Program,
+    values: Mapping[str, Any],
+    stream: int = 0,
+    arch: str = "sm_90a",
+    device: int = 0,
 ) -> None:
+    """The launches of a program; absent arrays are 0."""
+    packed = program.pack_addresses(*(values.get(name, 0) for name in program.arrays))
+    executor.start_of(program, arch, device)(stream, packed + program.pack_numbers(values))
+
+
+def test_a_launch_passes_every_value(stub: Stub) -> None:
+    run(one_launch(), VALUES | {"blocks": 7}, stream=0x55)
+    (x,) = stub()
+    assert x == Seen("recurrent", 7, 64, 1000, 0, VALUES, 0x55, (6,))
+
+
+def test_values_of_the_widest_fields_are_whole(stub: Stub) -> None:
+    """64-bit addresses and strides, negative numbers, and float32 that integers' bits are not."""
+    wide = VALUES | {"q": 2**63 - 16, "q_sb": -(2**40), "null_index": -1, "scale": -0.15625}
+    run(one_launch(), wide | {"blocks": 1})
+    assert stub()[0].params == wide
+
+
+def test_large_shared_memory_is_asked_for(stub: Stub) -> None:
+    run(one_launch(shared=48 * 1024), VALUES | {"blocks": 1})
+    assert stub()[0].limit == 0
+    for shared in (100_000, 200_000, 150_000):
+        run(one_launch(shared), VALUES | {"blocks": 1})
+    assert [x.shared for x in stub()] == [48 * 1024, 100_000, 200_000, 150_000]
+    assert stub()[-1].limit == 200_000
+
+
+def test_a_refused_launch_raises(stub: Stub) -> None:
+    program = one_launch()
+    stub.number("fail").value = 3
+    with pytest.raises(DriverError, match=r"cuLaunchKernelEx failed: CUDA_ERROR_STUB \(3\)"):
+        run(program, VALUES | {"blocks": 1})
+    stub.number("fail").value = 0
+    run(program, VALUES | {"blocks": 1})
+    assert len(stub()) == 2
+
+
+def test_a_kernel_that_the_machine_code_lacks(stub: Stub) -> None:
+    other = Launcher(dataclasses.replace(launcher().kernel, entry="elsewhere"), RECURRENT, 64, 0)
+    program = Program((Launch("one", other, "blocks"),), POINTERS, (*NUMBERS, "blocks"))
+    with pytest.raises(DriverError, match=r"cuLibraryGetKernel failed: CUDA_ERROR_STUB \(500\)"):
+        run(program, VALUES | {"blocks": 1})
+
+
+def test_a_thread_without_a_context_gets_torchs(stub: Stub) -> None:
     """As autograd's threads are before something in them has used CUDA."""
-    values = tuple(range(1, len(RECURRENT.fields) + 1))
-    given = values if kind == "plain" else values[:16]
-    launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
-    library = ctypes.CDLL(str(stub))
-    nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")
-    nowhere.value = 1
-    try:
-        run(launcher, 5, 2, "sm_90a", 0, given)
-        assert current.value == 0x100 + 2
-    finally:
-        nowhere.value, current.value = 0, None
-    seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
-    assert RECURRENT.packer.unpack(seen) == values
+    program = one_launch()
+    run(program, VALUES | {"blocks": 5}, device=2)
+    assert stub.context == 0
+    stub.number("nowhere").value = 1
+    run(program, VALUES | {"blocks": 5}, device=2)
+    assert stub.context == 0x100 + 2
+    assert [x.params for x in stub()] == [VALUES] * 2
 
 
-@pytest.mark.parametrize("kind", ["plain", "fixed"])
-@pytest.mark.parametrize(("arch", "attributes"), [("sm_90a", 1), ("sm_100f", 1), ("sm_80", 0)])
+@pytest.mark.parametrize(("arch", "attributes"), [("sm_90a", (6,)), ("sm_100f", (6,)), ("sm_80", ())])
 def test_launches_may_begin_early_where_the_architecture_has_that(
-    stub: Path, monkeypatch: pytest.MonkeyPatch, arch: str, attributes: int, kind: str
+    stub: Stub, arch: str, attributes: tuple[int, ...]
 ) -> None:
-    values = tuple(range(1, len(RECURRENT.fields) + 1))
-    launcher = make(stub, monkeypatch) if kind == "plain" else make_fixed(stub, monkeypatch, values[16:])
-    library = ctypes.CDLL(str(stub))
+    """6: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+    program = one_launch()
     for grid, stream in ((7, 0x55), (9, 0x66)):
-        run(launcher, grid, 0, arch, stream, values if kind == "plain" else values[:16])
-        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
-        assert RECURRENT.packer.unpack(seen) == values
-        assert ctypes.c_uint.in_dll(library, "grid").value == grid
-        assert ctypes.c_uint.in_dll(library, "block").value == 64
-        assert ctypes.c_uint.in_dll(library, "shared_size").value == 1000
-        assert ctypes.c_void_p.in_dll(library, "on_stream").value == stream
-        assert ctypes.c_int.in_dll(library, "attributes").value == attributes
-        # 6: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        assert ctypes.c_int.in_dll(library, "attribute").value == (6 if attributes else -1)
+        run(program, VALUES | {"blocks": grid}, stream, arch)
+    wanted = Seen("recurrent", 7, 64, 1000, 0, VALUES, 0x55, attributes)
+    assert stub() == [wanted, wanted._replace(grid=9, stream=0x66)]
 
 
-def test_a_call_may_give_fields_with_zeros_between(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = make(stub, monkeypatch)
-    given, fixed_values = ("k", "g", "dt_bias"), {"T": 5, "scale": 0.5, "lower_bound": -2.0}
-    launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
-    for values in ((11, 12, 13), (2**47 + 1, 0, 3)):
-        run(launcher, 1, 0, "sm_90a", 0, values)
-        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(ctypes.CDLL(str(stub)), "params"))
-        want = dict(zip(given, values, strict=True)) | fixed_values
-        assert RECURRENT.packer.unpack(seen) == tuple(want.get(n, 0) for n, _ in RECURRENT.fields)
+def test_fields_without_a_value_are_zero(stub: Stub) -> None:
+    program = Program((Launch("one", launcher(), "T"),), ("k", "dt_bias"), ("T", "scale"))
+    for values in ({"k": 11, "dt_bias": 13}, {"k": 2**47 + 1, "dt_bias": 0}):
+        run(program, {"T": 5, "scale": 0.5} | values)
+        assert stub()[-1].params == dict.fromkeys(VALUES, 0) | values | {"T": 5, "scale": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("given", "fixed_values"), [(("g", "k"), {}), (("q", "v"), {"k": 7})], ids=["order", "between"]
-)
-def test_fields_out_of_order_or_fixed_between_are_refused(
-    stub: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], fixed_values: dict[str, float]
-) -> None:
-    plain = make(stub, monkeypatch)
-    launcher = prepacked_launch.PrepackedLauncher(plain, given, fixed_values)
-    with pytest.raises(ValueError, match="in order, or not with zeros between"):
-        run(launcher, 1, 0, "sm_90a", 0, (1, 2))
+def test_fields_hold_other_values_than_those_of_their_name(stub: Stub) -> None:
+    """Sums of a buffer and an offset, nothing, and a number that no other call has."""
+    offsets = {"v": ("q", "k_at"), "g": NOTHING, "o": LAUNCH, "H": "T"}
+    program = Program((Launch("one", launcher(), "T", offsets),), POINTERS, (*NUMBERS, "k_at"))
+    for _ in range(2):
+        run(program, VALUES | {"q": 2**46, "k_at": 2**33 + 16})
+    first, second = (x.params for x in stub())
+    wanted = VALUES | {"q": 2**46, "v": 2**46 + 2**33 + 16, "g": 0, "H": VALUES["T"]}
+    assert {**first, "o": 0} == {**second, "o": 0} == wanted | {"o": 0}
+    assert second["o"] == first["o"] + 1
 
 
-def test_launchers_of_one_kernel_share_its_code(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(RECURRENT.fields) + 1))
-    first = make_fixed(stub, monkeypatch, values[16:])
-    third = launch.Launcher(first.launcher.kernel, RECURRENT, 64, 1000)
-    second = prepacked_launch.PrepackedLauncher(third, first.per_call, first.fixed)
-    loads = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "loads")
-    before = loads.value
-    for launcher, given in ((first, values[:16]), (second, values[:16]), (third, values)):
-        run(launcher, 1, 0, "sm_90a", 0, given)
-    assert loads.value == before + 1
+def test_programs_of_one_kernel_share_its_code(stub: Stub) -> None:
+    for program in (one_launch(), one_launch(2000), one_launch()):
+        run(program, VALUES | {"blocks": 1})
+    assert (stub.number("loads").value, len(stub())) == (1, 3)
 
 
-def test_a_refused_launch_of_fixed_values_raises(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tuple(range(1, len(RECURRENT.fields) + 1))
-    launcher = make_fixed(stub, monkeypatch, values[16:])
-    flag = ctypes.c_int.in_dll(ctypes.CDLL(str(stub)), "fail")
-    flag.value = 3
-    try:
-        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            run(launcher, 1, 0, "sm_90a", 0, values[:16])
-    finally:
-        flag.value = 0
+def three_launches(**changes: Any) -> Program:
+    """Of given, 5, and given numbers of blocks."""
+    plain = launcher()
+    first = Launch("first", plain, "some", {"o": ("work", "o_at"), "T": "five", "N": NOTHING})
+    second = Launch("second", plain, "five", {"k": ("q", "k_at"), "q": NOTHING, "h0": "work"})
+    third = Launch("third", plain, "more", {"k": "q", "q": NOTHING})
+    names = "some", "five", "more", "o_at", "k_at", "scale", "N"
+    return Program((first, second._replace(**changes), third), ("q", "work"), names)
 
 
-def make_sequence(stub: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LaunchSequence:
-    """Two launches of 3 and 5 blocks, and one of none."""
-    plain = make(stub, monkeypatch)
-    first = PlannedLaunch("first", plain, 3, {"q": ("q", 0), "o": ("work", 64)}, {"T": 5, "scale": 0.5})
-    second = PlannedLaunch("second", plain, 5, {"k": ("q", 16), "h0": ("work", 0)}, {"T": 6})
-    none = PlannedLaunch("none", plain, 0, {"k": ("q", 0)}, {})
-    return LaunchSequence((first, second._replace(**changes), none), ("q", "work"))
+def test_launches_are_made_in_order(stub: Stub) -> None:
+    program, q, work = three_launches(), 2**47 + 16, 2**46
+    numbers = {"five": 5, "o_at": 64, "k_at": 16, "scale": 0.5, "N": 3}
+    for some, more, stream in ((3, 0, 0x55), (0, 2, 0), (1, 2**31 - 1, 0x66)):
+        stub.reset()
+        run(program, {"q": q, "work": work, "some": some, "more": more, **numbers}, stream)
+        none = dict.fromkeys(VALUES, 0) | {"scale": 0.5}
+        wanted = [
+            (some, none | {"q": q, "o": work + 64, "T": 5}),
+            (5, none | {"k": q + 16, "h0": work, "N": 3}),
+            (more, none | {"k": q, "N": 3}),
+        ]
+        assert [(x.grid, x.params) for x in stub()] == [x for x in wanted if x[0]]
+        assert {x.stream for x in stub()} == {stream}
+        q += 32
 
 
-def test_a_sequence_makes_its_launches_in_order(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub keeps the last launch: it is refused from there on, so that each is the last once."""
-    library = ctypes.CDLL(str(stub))
-    fail, grid = ctypes.c_int.in_dll(library, "fail"), ctypes.c_uint.in_dll(library, "grid")
-    sequence = make_sequence(stub, monkeypatch)
-    assert [x.name for x in sequence.launches] == ["first", "second"]
-    start = sequence.start_for(0, "sm_90a")
-    q, work = 2**47 + 16, 2**46
-    wanted: tuple[dict[str, float], ...] = (
-        {"q": q, "o": work + 64, "T": 5, "scale": 0.5}, {"k": q + 16, "h0": work, "T": 6}
-    )  # fmt: skip
-    for stream in (0x55, 0x55, 0x66, 0):
-        for i, code in enumerate((3, 0)):
-            fail.value = code
-            try:
-                if code:
-                    with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-                        start(stream, q, work)
-                else:
-                    start(stream, q, work)
-            finally:
-                fail.value = 0
-            seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
-            values = tuple(wanted[i].get(name, 0) for name, _ in RECURRENT.fields)
-            assert RECURRENT.packer.unpack(seen) == values == sequence.values(i, (q, work))
-            assert grid.value == (3, 5)[i]
-            assert (ctypes.c_void_p.in_dll(library, "on_stream").value or 0) == stream
-            q += 32
-            wanted[0]["q"], wanted[1]["k"] = q, q + 16
+def test_a_refused_launch_ends_a_call(stub: Stub) -> None:
+    values = dict.fromkeys(("q", "work", "five", "some", "more", "o_at", "k_at", "scale", "N"), 1)
+    stub.number("fail").value = 3
+    with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
+        run(three_launches(), values)
+    assert len(stub()) == 1
+
+
+def test_memory_is_cleared_and_copied_in_order(stub: Stub) -> None:
+    a, b = torch.full((64,), 7, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    steps = InPlace("k", "work", "size"), Clear("q", "bytes"), Launch("one", launcher(), "blocks")
+    program = Program(steps, ("q", "k", "work"), ("bytes", "size", "blocks"))
+    values = {
+        "q": a.data_ptr(),
+        "k": a.data_ptr(),
+        "work": b.data_ptr(),
+        "bytes": 24,
+        "size": 40,
+        "blocks": 1,
+    }
+    run(program, values)
+    assert a.tolist() == [0] * 24 + [7] * 40 and b.tolist() == [7] * 40 + [0] * 24
+    (x,) = stub()
+    assert (x.params["q"], x.params["k"]) == (values["q"], values["work"])  # the result, from here on
+    run(program, values | {"bytes": 0, "size": 0})
+    assert a.tolist() == [0] * 24 + [7] * 40 and b.tolist() == [7] * 40 + [0] * 24
 
 
 @pytest.mark.parametrize(
-    ("arrays", "names"),
+    ("changes", "said"),
     [
-        ({"q": ("q", 0), "o": ("o", 0)}, ("q", "o")),
-        ({"q": ("q", 0), "o": ("o", 0)}, ("absent", "o", "q")),
-        ({"q": ("q", 0), "k": ("q", 0)}, ("o", "q")),
-        ({"o": ("o", 0)}, ("q", "o")),
+        ({"fields": {"k": "other"}}, "second: no call gives other"),
+        ({"fields": {"k": ("q", "other")}}, "second: no call gives other"),
+        ({"grid": "other"}, "other: no call gives other"),
+        ({"fields": {"kk": "q"}}, "second: no such fields: kk"),
+        ({"fields": {"T": "scale"}}, "scale is a float32 here and an integer elsewhere"),
     ],
-    ids=["in order", "out of order", "one array twice", "one array"],
+    ids=["array", "offset", "blocks", "field", "kind"],
 )
-def test_a_sequence_of_one_launch(
-    stub: Path, monkeypatch: pytest.MonkeyPatch, arrays: dict[str, tuple[str, int]], names: tuple[str, ...]
-) -> None:
-    """No function is written for it; the driver receives the same."""
-    library = ctypes.CDLL(str(stub))
-    sequence = LaunchSequence(
-        (PlannedLaunch("one", make(stub, monkeypatch), 3, arrays, {"T": 5, "scale": 0.5}),), names
-    )
-    with monkeypatch.context() as without:
-        without.setattr("builtins.exec", None)
-        start = sequence.start_for(0, "sm_90a")
-    for stream, q, o in ((0x55, 2**47 + 16, 2**46), (0, 16, 32)):
-        at = {"q": q, "o": o, "absent": 0}
-        start(stream, *(at[name] for name in names))
-        wanted = {field: at[name] for field, (name, _) in arrays.items()} | {"T": 5, "scale": 0.5}
-        seen = bytes((ctypes.c_ubyte * RECURRENT.size).in_dll(library, "params"))
-        assert RECURRENT.packer.unpack(seen) == tuple(wanted.get(name, 0) for name, _ in RECURRENT.fields)
-        assert ctypes.c_uint.in_dll(library, "grid").value == 3
-        assert (ctypes.c_void_p.in_dll(library, "on_stream").value or 0) == stream
-    fail = ctypes.c_int.in_dll(library, "fail")
-    fail.value = 3
-    try:
-        with pytest.raises(DriverError, match="CUDA_ERROR_STUB"):
-            start(0, *(16 for _ in names))
-    finally:
-        fail.value = 0
+def test_programs_of_unknown_values_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        three_launches(**changes)
 
 
-def test_a_sequence_in_a_thread_without_a_context(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = ctypes.CDLL(str(stub))
-    nowhere, current = ctypes.c_int.in_dll(library, "nowhere"), ctypes.c_void_p.in_dll(library, "current")
-    start = make_sequence(stub, monkeypatch).start_for(2, "sm_90a")
-    nowhere.value = 1
-    try:
-        start(0, 16, 32)
-        assert current.value == 0x100 + 2
-    finally:
-        nowhere.value, current.value = 0, None
+def test_a_call_gives_every_number_that_is_taken() -> None:
+    program = three_launches()
+    assert set(program.numbers) == {"some", "five", "more", "o_at", "k_at", "scale", "N"}
+    with pytest.raises(KeyError, match="k_at"):
+        program.pack_numbers(dict.fromkeys(set(program.numbers) - {"k_at"}, 0))
 
 
-def test_sequences_of_unknown_arrays_and_fields_are_refused(
-    stub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match="no call gives: other"):
-        make_sequence(stub, monkeypatch, arrays={"k": ("other", 0)})
-    with pytest.raises(ValueError, match="second: no such fields: kk"):
-        make_sequence(stub, monkeypatch, arrays={"kk": ("q", 0)})
+def damaged(words: Sequence[int], at: int, word: int) -> Any:
+    return torch.tensor([*words[:at], word, *words[at + 1 :]]).numpy()
+
+
+def test_programs_that_are_not_of_this_version_or_call(stub: Stub) -> None:
+    program = one_launch()
+    words = program.words("sm_90a", 90, 132)[0].tolist()
+    given = bytes(8 * (len(program.arrays) + len(program.numbers)))
+    start = executor.executor().start
+    for changed in (damaged(words, 0, words[0] + 1), damaged(words, 3, words[3] + 1)):
+        with pytest.raises(ProgramError):
+            start(changed, 0)(0, given)
+    with pytest.raises(ProgramError):
+        start(damaged(words, 0, words[0]), 0)(0, given[8:])
+    with pytest.raises(ProgramError, match="no machine code"):
+        start(damaged(words, 10, 5), 0)(0, given[:-8] + struct.pack("<q", 1))
+    assert stub() == []
+
+
+@pytest.mark.parametrize(("capability", "multiprocessors"), [(100, 132), (90, 114)])
+def test_programs_for_another_device(stub: Stub, capability: int, multiprocessors: int) -> None:
+    program = one_launch()
+    words, _ = program.words("sm_90a", capability, multiprocessors)
+    given = bytes(8 * (len(program.arrays) + len(program.numbers)))
+    with pytest.raises(
+        DeviceMismatchError, match=f"compiled for sm_{capability} with {multiprocessors} multiprocessors"
+    ):
+        executor.executor().start(words, 0)(0, given)
+    assert stub() == []
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 32, 48, 96, 1000, 2**16 + 1])
@@ -315,7 +273,6 @@ def test_division(divisor: int) -> None:
         assert n * factor >> shift == n // divisor
 
 
-STRUCTS = {x.name: x for x in vars(kernel_parameters).values() if isinstance(x, ParamStruct)}
 HEADERS = kernel_parameters.generated_headers()
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
-import shutil
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
+from recording_driver import EXECUTORS, Stub
 
 from kdacore.types import (
     ChunkInputs,
@@ -26,25 +22,18 @@ from kdacore.types import (
     Request,
 )
 from kdacore_cuda import choice
-from kdacore_cuda.forms import chunk_forward, chunk_forward_fast_path
-from kdacore_cuda.forms.backward import fast_path as chunk_backward_fast_path
+from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
+from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.dataflow import forward as chunk_forward_dataflow
-from kdacore_cuda.forms.fused import checkpoints as chunk_forward_checkpoints
-from kdacore_cuda.forms.fused.kernels import (
-    chunk_forward_launcher,
-    chunk_forward_shared_bytes,
-    chunk_forward_threads,
-)
-from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
+from kdacore_cuda.forms.backward import sizes as chunk_backward_sizes
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel, chunk_forward_threads
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.segments import forward as chunk_forward_segments
 from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments.saved import MAP_BYTES
+from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, SegmentLengths
 from kdacore_cuda.forms.stages import forward as stages
-from kdacore_cuda.forms.stages import sizes as stage_sizes
-from kdacore_cuda.forms.stages.kernels import hopper_recompute_shared_bytes
+from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 from kdacore_cuda.kernel_parameters import (
     CHECKPOINT_TAIL,
     CHUNK_BACKWARD,
@@ -62,9 +51,7 @@ from kdacore_cuda.kernel_parameters import (
     TYPES,
     WALK,
 )
-from kdacore_cuda.runtime import launcher as launch
-from kdacore_cuda.runtime import prepacked_launch, torch_launch
-from kdacore_cuda.runtime.driver import Driver
+from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.quick
 
@@ -85,115 +72,22 @@ PARAMS = {
     "walk": WALK,
 }
 """Entry -> the struct it takes."""
-_STUB = """
-#include <string.h>
-static const char* names[] = {NAMES};
-static const int sizes[] = {SIZES};
-struct Launch { int kernel; unsigned grid, block, shared; unsigned char params[1024]; };
-struct Launch launched[64];
-int launches, limits[64];
-int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
-  *l = (void*)1; return 0; }
-int cuLibraryGetKernel(void** k, void* l, const char* name) {
-  for (int i = 0; i < sizeof(sizes) / sizeof(int); ++i)
-    if (!strcmp(name, names[i])) { *k = (void*)(i + 1L); return 0; }
-  return 500; }
-int cuKernelSetAttribute(int what, int value, void* k, int device) { limits[(long)k - 1] = value; return 0; }
-int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
-int cuDevicePrimaryCtxRetain(void** context, int device) { return 1; }
-int cuCtxSetCurrent(void* context) { return 1; }
-int cuLaunchKernelEx(const unsigned* config, void* f, void** arguments, void** extra) {
-  struct Launch* x = &launched[launches++];
-  x->kernel = (long)f - 1; x->grid = config[0]; x->block = config[3]; x->shared = config[6];
-  memcpy(x->params, arguments[0], sizes[x->kernel]);
-  return 0; }
-"""
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = (
-        ("kernel", ctypes.c_int),
-        *((name, ctypes.c_uint) for name in ("grid", "block", "shared")),
-        ("params", ctypes.c_ubyte * 1024),
-    )
-
-
-class Seen(NamedTuple):
-    """A launch as the driver saw it."""
-
-    entry: str
-    grid: int
-    block: int
-    shared: int
-    limit: int
-    params: dict[str, Any]
-
-
-class Recorder:
-    """What the stub was asked for."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._launches = ctypes.c_int.in_dll(library, "launches")
-        self._launched = (_Launch * 64).in_dll(library, "launched")
-        self._limits = (ctypes.c_int * 64).in_dll(library, "limits")
-        self._launches.value = 0
-
-    def __call__(self) -> list[Seen]:
-        return [self._seen(self._launched[i]) for i in range(self._launches.value)]
-
-    def _seen(self, x: Any) -> Seen:
-        entry = list(PARAMS)[x.kernel]
-        struct = PARAMS[entry]
-        values = struct.packer.unpack(bytes(x.params[: struct.size]))
-        named = dict(zip(struct.offsets, values, strict=True))
-        return Seen(entry, x.grid, x.block, x.shared, self._limits[x.kernel], named)
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert shutil.which("gcc"), "the CUDA backend's tests need gcc and g++"
-    folder = tmp_path_factory.mktemp("driver")
-    names, sizes = ", ".join(f'"{name}"' for name in PARAMS), ", ".join(str(x.size) for x in PARAMS.values())
-    (folder / "stub.c").write_text(_STUB.replace("NAMES", names).replace("SIZES", sizes))
-    library = folder / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", folder / "stub.c", "-o", library], check=True)
-    return library
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Stub:
+    return Stub(tmp_path_factory.mktemp("driver"), PARAMS)
 
 
-@pytest.fixture
-def seen(stub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """Launches of this test, with launchers of its own: those kept hold handles of another driver."""
-    driver = Driver(str(stub))
-    for module in (launch, prepacked_launch):
-        monkeypatch.setattr(module, "driver", lambda: driver)
-    monkeypatch.setattr(launch, "load_or_compile", lambda kernel, arch: f"{kernel.name}.{arch}".encode())
-    monkeypatch.setattr(launch, "_handles", {})
+@pytest.fixture(params=EXECUTORS)
+def seen(request: pytest.FixtureRequest, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """Launches of this test, through each executor."""
+    stub.install(monkeypatch, request.param)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     # The arrays lie on the CPU, which the host code is not asked about.
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
-    makers = (
-        *(
-            chunk_forward_launcher,
-            chunk_forward_checkpoints.tail_launcher,
-            stage_sizes._intra_launcher,
-            stage_sizes._recompute_launcher,
-            stage_sizes._hopper_recompute_launcher,
-        ),
-        *(
-            chunk_backward.launcher,
-            chunk_backward._sums_launcher,
-            chunk_backward._groups_launcher,
-            chunk_forward_segments.launcher,
-            chunk_forward_segments.marked_launcher,
-            chunk_forward_dataflow.walk_launcher,
-        ),
-    )
-    for maker in makers:
-        maker.cache_clear()
-    yield Recorder(ctypes.CDLL(str(stub)))
-    for maker in makers:
-        maker.cache_clear()
+    return stub
 
 
 def on_hopper(request: Request) -> Request:
@@ -223,7 +117,7 @@ def pack(*lengths: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("K", [64, 128])
-def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
+def test_chunk_forward(seen: Stub, monkeypatch: pytest.MonkeyPatch, K: int, packed: bool) -> None:
     """The fused kernel, also where heads are few."""
     monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     d = Draw(0)
@@ -246,7 +140,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     assert (x.entry, x.grid) == ("chunk_forward", N * HV * cluster)
     assert (x.block, x.shared) == (
         chunk_forward_threads(K, cluster),
-        chunk_forward_shared_bytes(K, cluster, True),
+        shared_bytes(chunk_forward_kernel(K, cluster, bounded=True, float_gate=False)),
     )
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
@@ -275,7 +169,7 @@ def test_chunk_forward(seen: Recorder, monkeypatch: pytest.MonkeyPatch, K: int, 
     assert seen()[1].params["launch"] == x.params["launch"] + 1
 
 
-def test_chunk_forward_of_strided_arrays(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_forward_of_strided_arrays(seen: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     d = Draw(0)
     wide = d.normal(2, 40, 6, 3 * 128)
@@ -288,7 +182,7 @@ def test_chunk_forward_of_strided_arrays(seen: Recorder, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
+def test_chunk_forward_in_segments(seen: Stub, packed: bool) -> None:
     """Prepare's operands lie one after another; the other launches have the same parameters and read them there."""
     d = Draw(0)
     B, T, H, HV, N = (1, 1100, 2, 4, 2) if packed else (2, 1100, 2, 4, 2)
@@ -315,7 +209,7 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     operands = rest[0].params["chunk_operands"]
     holds(prepare.params, last=operands)
-    addends = operands + chunks * HV * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    addends = operands + chunks * HV * CHUNK_OPERANDS_BYTES
     maps = addends + slots * HV * 64 * 1024
     for x in rest:
         assert x.params == rest[0].params
@@ -325,7 +219,7 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
             chunk_operands=operands,
             addends=addends,
             maps=maps,
-            starts=maps + slots * HV * chunk_forward_segments.MAP_BYTES,
+            starts=maps + slots * HV * MAP_BYTES,
         )
         strided(x.params, v=inputs.v)
         holds(
@@ -350,7 +244,7 @@ def test_chunk_forward_in_segments(seen: Recorder, packed: bool) -> None:
         assert x.params["flags"] == prepare.params["flags"]
 
 
-def test_chunk_forward_side_by_side(seen: Recorder) -> None:
+def test_chunk_forward_side_by_side(seen: Stub) -> None:
     """Operands lie one after another, their flags behind them; both launches have the same number, which no other
     call has."""
     d = Draw(0)
@@ -375,7 +269,7 @@ def test_chunk_forward_side_by_side(seen: Recorder) -> None:
     holds(prepare.params, **named, cu_seqlens=None, T=T, N=B, H=H, HV=HV, NT=7, units=units)
     strided(prepare.params, **{name: named[name] for name in ("q", "k", "v", "g")})
     operands = walk.params["chunk_operands"]
-    ready = operands + units * chunk_forward_segments.CHUNK_OPERANDS_BYTES
+    ready = operands + units * CHUNK_OPERANDS_BYTES
     holds(prepare.params, ready=ready, last=operands)
     strided(walk.params, v=inputs.v)
     holds(
@@ -401,7 +295,7 @@ def test_chunk_forward_side_by_side(seen: Recorder) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("with_q", [False, True])
-def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
+def test_stages(seen: Stub, packed: bool, with_q: bool) -> None:
     d = Draw(0)
     B, T, H, HV, K = (1, 96, 2, 4, 128) if packed else (2, 96, 2, 4, 128)
     cu = pack(1, 64, 31) if packed else None
@@ -419,7 +313,7 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
     assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no raised limit
-    assert recompute.shared == hopper_recompute_shared_bytes(2)
+    assert recompute.shared == shared_bytes_of_each(hopper_recompute_kernel(False, with_q))[1]
     holds(recompute.params, whole=0, kept=0)  # all that so few write is to stay in L2
     for x in (intra, recompute):
         assert x.block == 128
@@ -441,7 +335,7 @@ def test_stages(seen: Recorder, packed: bool, with_q: bool) -> None:
 
 
 @pytest.mark.parametrize("HV", [2, 4])
-def test_backward(seen: Recorder, HV: int) -> None:
+def test_backward(seen: Stub, HV: int) -> None:
     """Prepare, scan and gradients hand the workspace on; sums over chunks and groups read what gradients left."""
     d, T, N = Draw(0), 150, 2
     inputs = draw(T, 2, HV, B=N, initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32))
@@ -480,7 +374,7 @@ def test_backward(seen: Recorder, HV: int) -> None:
         holds(grads.params, dq=got.q, dk=got.k)
 
 
-def test_recurrent(seen: Recorder) -> None:
+def test_recurrent(seen: Stub) -> None:
     d, N, H, HV, K = Draw(0), 3, 2, 4, 128
     inputs = RecurrentInputs(
         q=d.normal(N, 1, H, K),
@@ -517,7 +411,7 @@ def backward_call(packed: bool, groups: bool, float_gate: bool) -> tuple[Request
     return on_hopper(dataclasses.replace(request, needs_grad=True)), inputs
 
 
-WORKSPACE = {*chunk_backward.WORKSPACE, "dA_part", "dbias_part"}
+WORKSPACE = {*chunk_backward_sizes.WORKSPACE, "dA_part", "dbias_part"}
 RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "out"}
 
 
@@ -525,7 +419,7 @@ RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "ou
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("float_gate, cut", [(False, False), (True, False), (False, True)])
 def test_cached_chunk_backward(
-    seen: Recorder, monkeypatch: pytest.MonkeyPatch, packed: bool, groups: bool, float_gate: bool, cut: bool
+    seen: Stub, monkeypatch: pytest.MonkeyPatch, packed: bool, groups: bool, float_gate: bool, cut: bool
 ) -> None:
     """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
     monkeypatch.setattr(choice, "use_segments_backward", lambda items, multiprocessors: cut)
@@ -534,7 +428,7 @@ def test_cached_chunk_backward(
     do = torch.randn_like(inputs.v)
     dht = torch.randn(3, 4, 128, 128) if packed else None
     wanted = tuple(x is not None for x in inputs[:8])
-    made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+    made = chunk_backward.make_fast_gradients(request, inputs, wanted)
     assert made is not None and not seen()
     got = made.backward(tuple(inputs), (), do, dht)
     assert got is not None
@@ -576,7 +470,9 @@ def test_cached_chunk_backward(
             assert x.params[name] == y.params[name] != 0, name
     units = grads.params["units"]
     per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
-    sizes = {name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward.WORKSPACE.items()}
+    sizes = {
+        name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward_sizes.WORKSPACE.items()
+    }
     sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
     if cut:
         stored = 4 * (300 // 64 + 3 if packed else 2 * 5)  # heads, and segments of one chunk
@@ -591,7 +487,7 @@ def test_cached_chunk_backward(
         assert not any(at % 16 for at, _ in places)
 
 
-def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
+def test_cached_chunk_backward_of_some_gradients(seen: Stub) -> None:
     """Sums that nobody asks for are left out; the kernel's own results go where they may be forgotten."""
     request, inputs = backward_call(True, True, False)
     do = torch.randn_like(inputs.v)
@@ -603,7 +499,7 @@ def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
     ):
         before = len(seen())
         wanted = tuple(name not in unwanted.split() for name in inputs._fields[:8])
-        made = chunk_backward_fast_path.make_fast_gradients(request, inputs, wanted)
+        made = chunk_backward.make_fast_gradients(request, inputs, wanted)
         assert made is not None
         got = made.backward(tuple(inputs), (), do, None)
         assert got is not None and tuple(x is not None for x in got) == wanted
@@ -617,7 +513,7 @@ def test_cached_chunk_backward_of_some_gradients(seen: Recorder) -> None:
             holds(launches[-1].params, d_A=got[5], d_bias=got[6])
 
 
-def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
+def test_recurrent_reads_one_pool_and_writes_another(seen: Stub) -> None:
     d, N, HV, K = Draw(0), 3, 4, 128
     inputs = RecurrentInputs(
         q=d.normal(N, 2, 2, K),
@@ -634,7 +530,7 @@ def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
     options = BOUNDED_MODEL | {"inplace_state": True, "output_final_state": True, "null_index": 0}
     request = on_hopper(request_of("fused_recurrent_kda", inputs, **options))
     assert recurrent.forward(request, inputs).final_state is inputs.write_pool
-    step = recurrent_fast_path.make_fast_call(request, inputs)
+    step = recurrent.make_fast_call(request, inputs)
     assert step is not None and step(tuple(inputs)) is not None
     first, second = seen()
     for x in (first, second):
@@ -646,7 +542,7 @@ def test_recurrent_reads_one_pool_and_writes_another(seen: Recorder) -> None:
         assert x.params["flags"] == flags
 
 
-def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_checkpoints(seen: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch that follows takes up what the others kept."""
     monkeypatch.setattr(choice, "use_segments", lambda *given: False)
     d = Draw(0)
@@ -664,7 +560,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
         checkpoint_indices=torch.tensor([0, -1, 1, 2]),
     )
     request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None and step(tuple(inputs)) is not None
     chunk_forward.forward(request, inputs)
     named = {
@@ -691,7 +587,7 @@ def test_chosen_checkpoints(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
         strided(tail.params, **{name: named[name] for name in ("k", "v", "g")})
 
 
-def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_checkpoints_in_segments(seen: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of states before checkpoints, of records of cut chunks, of those of whole chunks, in this order."""
     monkeypatch.setattr(choice, "use_segments", lambda *given: True)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
@@ -707,7 +603,7 @@ def test_chosen_checkpoints_in_segments(seen: Recorder, monkeypatch: pytest.Monk
         checkpoint_indices=torch.tensor([0, -1, 1, 2]),
     )
     request = on_hopper(request_of("chunk_kda", inputs, inplace_state=True, null_index=0, **BOUNDED_MODEL))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None and step(tuple(inputs)) is not None
     chunk_forward.forward(request, inputs)
     found = seen()
@@ -746,9 +642,7 @@ FRESH = {
 
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("pools", [False, True])
-def test_cached_chunk_forward(
-    seen: Recorder, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool
-) -> None:
+def test_cached_chunk_forward(seen: Stub, monkeypatch: pytest.MonkeyPatch, few: bool, pools: bool) -> None:
     """What is packed once is what a first call packs."""
     monkeypatch.setattr(choice, "use_segments", lambda *given: few)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.uniform(2))
@@ -773,7 +667,7 @@ def test_cached_chunk_forward(
         )
         options |= {"inplace_state": True, "null_index": 0}
     request = on_hopper(request_of("chunk_kda", inputs, **options))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
     assert got is not None
@@ -810,12 +704,12 @@ def test_cached_chunk_forward(
         assert sizes[0] == sizes[1]
 
 
-def test_cached_chunk_forward_side_by_side(seen: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_chunk_forward_side_by_side(seen: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of its two launches."""
     monkeypatch.setattr(choice, "use_dataflow", lambda *args: True)
     inputs = draw(130, 1, 2, B=2, initial_state=torch.randn(2, 2, 128, 128))
     request = on_hopper(request_of("chunk_kda", inputs, output_final_state=True, **MODEL))
-    step = chunk_forward_fast_path.make_fast_call(request, inputs)
+    step = chunk_forward.make_fast_call(request, inputs)
     assert step is not None
     got = step(tuple(inputs))
     assert got is not None

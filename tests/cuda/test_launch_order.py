@@ -9,14 +9,17 @@ import pytest
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 
+from kdacore.types import InputGrads, Request
+from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import CSRC
-from kdacore_cuda.forms import chunk_forward_launches
-from kdacore_cuda.forms.slices import forward as chunk_forward_slices
-from kdacore_cuda.forms.slices import launches as chunk_slices_launches
+from kdacore_cuda.forms import chunk_launches
+from kdacore_cuda.forms.backward import launches as backward_launches
+from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.forms.slices import launches as slice_launches
 from kdacore_cuda.runtime import device_figures
 from kdacore_cuda.runtime.launch_order import AHEAD, OTHER_WORK, check_order
-from kdacore_cuda.runtime.launch_program import Clear, InPlace, make_program
-from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch, check_launches
+from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
 
 
 @pytest.mark.parametrize(
@@ -63,37 +66,59 @@ def test_output_waits_first_where_sequences_have_one_segment() -> None:
         check_order(("maps", "output"), one_segment=True)
 
 
-def planned(
-    monkeypatch: pytest.MonkeyPatch, T: int = 4096, **options: Any
-) -> tuple[Any, list[PlannedLaunch]]:
+WANTED = InputGrads(*[True] * len(InputGrads._fields))
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, T: int = 4096, **options: Any) -> Request:
     monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
-    request = request_of("chunk_kda", draw(T, 2, 2), **(BOUNDED_MODEL | options))
-    return request, list(chunk_forward_launches.launches_of(request).launches)
+    return request_of("chunk_kda", draw(T, 2, 2), **(BOUNDED_MODEL | options))
 
 
 def test_programs_in_another_order_are_refused(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of cached calls, and programs for JAX: swapped, without a launch, with something between."""
-    _, launches = planned(monkeypatch)
-    names = tuple({name for x in launches for name, _ in x.arrays.values()})
-    assert [x.name for x in launches] == ["prepare", "maps", "output"]
-    LaunchSequence(launches, names)
-    wrong = (launches[::-1], launches[1:], launches[2:], [*launches[:1], launches[2]])
-    for steps in wrong:
+    """Swapped, without a launch, with something between."""
+    program = chunk_launches.launches_of(planned(monkeypatch)).program
+    steps, given = list(program.steps), (program.arrays, program.numbers)
+    assert [x.name for x in steps if isinstance(x, Launch)] == ["prepare", "maps", "output"]
+    Program(steps, *given)
+    for wrong in (steps[::-1], steps[1:], steps[2:], [steps[0], steps[2]]):
         with pytest.raises(ValueError, match="reads memory before it waits"):
-            LaunchSequence(steps, names)
-        with pytest.raises(ValueError, match="reads memory before it waits"):
-            make_program(steps, names, (), "sm_90a", 90, 132)
-    for step in (Clear("o", 16), InPlace("v", "o", 16)):
-        check_launches([step, *launches])
+            Program(wrong, *given)
+    for step in (Clear("o", "T"), InPlace("v", "o", "T")):
+        Program([step, *steps], *given)
         with pytest.raises(ValueError, match="got no launch of this program"):
-            make_program([launches[0], step, *launches[1:]], names, (), "sm_90a", 90, 132)
+            Program([steps[0], step, *steps[1:]], *given)
+
+
+def check_launches(made: Launches) -> None:
+    """The order of those that a call makes: executors leave out launches of no blocks."""
+    steps = made.program.steps
+    blocks = {x.name: made.numbers[x.grid] for x in steps if isinstance(x, Launch)}
+    entries = [
+        x.launcher.kernel.entry if isinstance(x, Launch) else OTHER_WORK
+        for x in steps
+        if not isinstance(x, Launch) or blocks[x.name]
+    ]
+    check_order(entries, one_segment=made.program.one_segment)
 
 
 def test_a_launch_of_no_blocks_is_none(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, launches = planned(monkeypatch)
+    made = chunk_launches.launches_of(planned(monkeypatch))
     with pytest.raises(ValueError, match="maps reads"):
-        check_launches([launches[0]._replace(grid=0), *launches[1:]])
-    check_launches([x._replace(grid=0) for x in launches])
+        check_launches(made._replace(numbers=made.numbers | {"prepare_blocks": 0}))
+    check_launches(made._replace(numbers=dict.fromkeys(made.numbers, 0)))
+
+
+@pytest.mark.parametrize("form", ["segments", "dataflow", "fused"])
+@pytest.mark.parametrize("T", [1, 64, 640, 8192])
+def test_whole_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int, form: str) -> None:
+    """Launches follow in every call, whatever its lengths."""
+    monkeypatch.setattr(choice, "use_segments", lambda *given: form == "segments")
+    monkeypatch.setattr(choice, "use_dataflow", lambda *given: form == "dataflow")
+    request = planned(monkeypatch, T, output_final_state=True)
+    assert chosen(request).form == form
+    check_launches(chunk_launches.launches_of(request))
+    for made in backward_launches.launches_of(request, WANTED):
+        check_launches(made)
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -101,10 +126,13 @@ def test_a_launch_of_no_blocks_is_none(emulated: list[str], monkeypatch: pytest.
 def test_slices(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     """Both parts of a slice are programs of their own, with whatever another library launches between."""
     request = request_of("chunk_kda", draw(T, 1, 1), output_final_state=True, **options)
-    chunk_forward_slices.plan_of(request)
-    made = chunk_slices_launches.forward_launches(request)
+    made = slice_launches.forward_launches(request)
+    assert made.finish is not None
     check_launches(made.begin)
     check_launches(made.finish)
+    begin, scan, second, _ = slice_launches.backward_launches(request, WANTED)
+    for part in (begin, scan, second):
+        check_launches(part)
 
 
 def test_every_kernel_that_reads_before_it_waits_is_named() -> None:

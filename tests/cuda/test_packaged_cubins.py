@@ -13,6 +13,7 @@ from kdacore.errors import BackendBuildError
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build import packaging as package_build
 from kdacore_cuda.build.compiler import CompiledKernel
+from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import (
     FOLDER,
@@ -20,6 +21,7 @@ from kdacore_cuda.build.packaged_cubins import (
     cached_manifest,
     file_name,
     find_packaged,
+    find_packaged_sizes,
     is_cubin_file,
     read_manifest,
     row_name,
@@ -31,6 +33,8 @@ from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 pytestmark = pytest.mark.quick
 
 KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
+CUBIN = (FOLDER / read_manifest()[row_name(KERNEL, "sm_90a")]["file"]).read_bytes()
+SIZES = read_launch_sizes(CUBIN, KERNEL.entry)
 OTHER_KERNEL = recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN)
 
 
@@ -100,7 +104,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch) -> KernelSource:
     monkeypatch.setattr(
         package_build,
         "compile_kernel",
-        lambda kernel, arch: CompiledKernel(f"{kernel.name} {arch}".encode(), log),
+        lambda kernel, arch: CompiledKernel(CUBIN + f"{kernel.name} {arch}".encode(), log),
     )
     return kernel
 
@@ -112,7 +116,9 @@ def test_changed_source_or_damaged_file_is_not_used(
     (path,) = package_build.build_all(["sm_90a"], tmp_path)
     key = source_key(one_kernel, "sm_90a")
     assert find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
+    assert find_packaged_sizes(one_kernel, "sm_90a", key, tmp_path) == SIZES
     assert find_packaged(one_kernel, "sm_90a", "another key", tmp_path) is None
+    assert find_packaged_sizes(one_kernel, "sm_90a", "another key", tmp_path) is None
     DAMAGE[damage](path)
     cached_manifest.cache_clear()  # as a process that starts now
     assert find_packaged(one_kernel, "sm_90a", key, tmp_path) is None
@@ -168,3 +174,20 @@ def test_the_manifest_says_what_the_compiler_said(tmp_path: Path, one_kernel: Ke
     package_build.build_all(["sm_90a"], tmp_path)
     (row,) = json.loads((tmp_path / MANIFEST).read_text())["cubins"].values()
     assert (row["registers"], row["stack"], row["spills"]) == (40, 16, 8)
+    assert (row["threads"], row["parameters"], row["shared"]) == (
+        SIZES.threads,
+        SIZES.parameters,
+        [*SIZES.shared],
+    )
+
+
+@pytest.mark.parametrize("shared", [None, 11520, ["11520"], [None]])
+def test_rows_without_sizes_are_built_anew(tmp_path: Path, one_kernel: KernelSource, shared: object) -> None:
+    """As those are that an earlier version wrote."""
+    (path,) = package_build.build_all(["sm_90a"], tmp_path)
+    damage_manifest(lambda row: row.update(shared=shared))(path)
+    cached_manifest.cache_clear()
+    key = source_key(one_kernel, "sm_90a")
+    assert find_packaged_sizes(one_kernel, "sm_90a", key, tmp_path) is None
+    assert package_build.build_all(["sm_90a"], tmp_path) == [path]
+    assert find_packaged_sizes(one_kernel, "sm_90a", key, tmp_path) == SIZES

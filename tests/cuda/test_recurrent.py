@@ -11,7 +11,6 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, oracle, reque
 from server_model import expected
 
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.runtime import torch_launch
 
@@ -49,7 +48,7 @@ def check_repeated(
     request: Request, inputs: RecurrentInputs, given: torch.Tensor | None, got: Outputs
 ) -> None:
     """The fast path gives the same bits, in the results and in the pool."""
-    step = recurrent_fast_path.make_fast_call(request, inputs)
+    step = recurrent.make_fast_call(request, inputs)
     if step is None:
         return
     pool, o = inputs.initial_state, got.o.clone()
@@ -337,7 +336,7 @@ def decoding(**more: Any) -> RecurrentInputs:
 
 
 def fast_call_of(inputs: RecurrentInputs) -> Any:
-    return recurrent_fast_path.make_fast_call(
+    return recurrent.make_fast_call(
         request_of("fused_recurrent_kda", inputs, inplace_state=True, **BOUNDED_MODEL), inputs
     )
 

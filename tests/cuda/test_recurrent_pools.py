@@ -11,7 +11,6 @@ from pool_checks import check_pools, pool_of
 from server_model import Expected, expected
 
 from kdacore.types import RecurrentInputs
-from kdacore_cuda.forms.recurrent import fast_path as recurrent_fast_path
 from kdacore_cuda.forms.recurrent import forward as recurrent
 
 NAN = float("nan")
@@ -42,7 +41,7 @@ def draw_head_gate(N: int, K: int = 64, **more: Any) -> RecurrentInputs:
 
 def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> Expected:
     options = (MODEL if op == GDN else BOUNDED_MODEL) | options
-    return check_pools(recurrent, recurrent_fast_path, op, inputs, (O_BOUND, O_BOUND), options)
+    return check_pools(recurrent, op, inputs, (O_BOUND, O_BOUND), options)
 
 
 @pytest.mark.parametrize("K", [64, 128])

@@ -25,7 +25,8 @@ from kdacore_cuda.forms.slices import backward as chunk_backward_slices
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.forms.slices import functions as slices
 from kdacore_cuda.forms.slices import kernels as chunk_slices_kernels
-from kdacore_cuda.runtime import device_figures, torch_launch
+from kdacore_cuda.forms.slices import launches as slices_launches
+from kdacore_cuda.runtime import device_figures, executor, torch_launch
 from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -42,8 +43,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    for module in (chunk_forward_slices, chunk_backward_slices):
-        monkeypatch.setattr(module, "chunks_per_segment", lambda *args: chunks)
+    monkeypatch.setattr(slices_launches, "chunks_per_segment", lambda *args: chunks)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -141,8 +141,7 @@ def test_packs_of_many_sequences(
     assert [name for name in names[6:] if "chunk_forward" in name]
     # Operands of the other sequences are not there.
     rank = Row(inputs, 2, **options).ranks[0]
-    plan = chunk_forward_slices.plan_of(rank.request)
-    assert plan.as_whole
+    assert slices_launches.forward_launches(rank.request).finish is None
     assert chunk_forward_slices.begin(rank.request, rank.inputs, None).pending is None
 
 
@@ -269,13 +268,18 @@ def test_later_tokens_change_no_bit(emulated: list[str]) -> None:
 def test_calls_with_cp(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the public function, ranks as threads: a pack with bfloat16 states, and its gradients."""
     REGISTRY.register(Plugin(), NAME)
-    plain, one_at_a_time = torch_launch.launch, threading.Lock()
+    plain, one_at_a_time = executor.start_of, threading.Lock()
 
-    def launch(*args: Any) -> None:
-        with one_at_a_time:  # the emulator serves one
-            plain(*args)
+    def start_of(*program: Any) -> Any:
+        start = plain(*program)
 
-    monkeypatch.setattr(torch_launch, "launch", launch)
+        def locked(*call: Any) -> None:
+            with one_at_a_time:  # the emulator serves one
+                start(*call)
+
+        return locked
+
+    monkeypatch.setattr(executor, "start_of", start_of)
     inputs = pack(CROSSING, 768, torch.int64)
     assert inputs.initial_state is not None
     inputs = inputs._replace(initial_state=inputs.initial_state.mT.bfloat16().contiguous())

@@ -16,6 +16,7 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.slices import backward as chunk_backward_slices
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
+from kdacore_cuda.forms.slices import launches as slices_launches
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +48,7 @@ CASES = {
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunk_forward_slices, chunk_backward_slices):
-        monkeypatch.setattr(module, "chunks_per_segment", lambda *args: 2)
+    monkeypatch.setattr(slices_launches, "chunks_per_segment", lambda *args: 2)
 
 
 def given_for(inputs: ChunkInputs, final_shape: tuple[int, ...]) -> OutputGrads:

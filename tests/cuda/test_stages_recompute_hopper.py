@@ -14,12 +14,12 @@ from kdacore.oracle import stages as exact
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.build.shared_memory import shared_bytes_of_each
 from kdacore_cuda.choice import has_hopper_recompute
-from kdacore_cuda.forms.stages import sizes
+from kdacore_cuda.forms.stages import launches
 from kdacore_cuda.forms.stages.kernels import (
     RecomputeGrid,
     hopper_recompute_kernel,
-    hopper_recompute_shared_bytes,
     recompute_grid,
 )
 from kdacore_cuda.kernel_parameters import RECOMPUTE
@@ -49,12 +49,10 @@ def few_multiprocessors(emulated: list[str], monkeypatch: pytest.MonkeyPatch) ->
 def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
     def fixed(items: int, multiprocessors: int, empty: int, with_q: bool) -> RecomputeGrid:
         whole = int(items * (whole_fraction or 0.0)) // 2 * 2
-        return RecomputeGrid(
-            whole, 2 * items - whole, hopper_recompute_shared_bytes(1 if whole else 2), items // 2, items // 3
-        )
+        return RecomputeGrid(whole, 2 * items - whole, items // 2, items // 3)
 
     monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: whole_fraction is not None)
-    monkeypatch.setattr(sizes, "recompute_grid", fixed)
+    monkeypatch.setattr(launches, "recompute_grid", fixed)
 
 
 def draw(**shape: Any) -> Drawn:
@@ -88,12 +86,11 @@ def test_what_they_serve() -> None:
 @pytest.mark.parametrize("empty", [0, 7, 300, 1000])
 def test_every_chunk_and_head_is_taken_once(items: int, multiprocessors: int, empty: int) -> None:
     """By blocks that come in pairs, no pair of a whole one and a half."""
-    whole, grid, shared, staggered, _ = recompute_grid(items, multiprocessors, empty, False)
+    whole, grid, staggered, _ = recompute_grid(items, multiprocessors, empty, False)
     assert grid == whole + 2 * (items - whole) and grid % 2 == whole % 2 == 0
     long = items > 8 * multiprocessors
     last = multiprocessors + (empty if empty < 4 * multiprocessors else 0)
     assert items - whole == (last + (items - last) % 2 if long else items)
-    assert shared == hopper_recompute_shared_bytes(1 if long else 2)
     assert staggered == multiprocessors * (3 if long else 4)
     assert staggered <= whole or not long, "blocks in turn are of one kind"
 
@@ -127,7 +124,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(recompute_grid(items, multiprocessors, empty, with_q))
         return seen[-1]
 
-    monkeypatch.setattr(sizes, "recompute_grid", noted)
+    monkeypatch.setattr(launches, "recompute_grid", noted)
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)
@@ -222,9 +219,10 @@ def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_
 @queries
 @pytest.mark.parametrize("float16", [False, True])
 def test_it_compiles_without_spills(float16: bool, with_q: bool) -> None:
-    usage = compile_kernel(hopper_recompute_kernel(float16, with_q), "sm_90a").usage()
+    kernel = hopper_recompute_kernel(float16, with_q)
+    usage = compile_kernel(kernel, "sm_90a").usage()
     assert usage.spills == 0
     # What blocks of a multiprocessor have together, each with 1 KB of its own; four have registers.
-    for parts, blocks in ((1, 3), (2, 4)):
-        assert blocks * (hopper_recompute_shared_bytes(parts) + 1024) <= 228 * 1024
+    for shared, blocks in zip(shared_bytes_of_each(kernel), (3, 4), strict=True):
+        assert blocks * (shared + 1024) <= 228 * 1024
         assert blocks * 128 * usage.registers <= 65536

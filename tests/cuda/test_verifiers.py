@@ -69,6 +69,8 @@ def test_without_nvrtc_only_packaged_architectures(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(verifiers, "_has_compiler", lambda: False)
     assert codes(request(device=Device("cuda", 0, "sm_80"))) == {"unavailable"}
     assert codes(request(device=Device("cuda", 0, "sm_90"))) == set()
+    monkeypatch.setattr(verifiers, "_has_cubins", lambda: False)  # as of the wheel for every machine
+    assert codes(request(device=Device("cuda", 0, "sm_90"))) == {"unavailable"}
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import kdacore
 from kdacore import config
-from kdacore.arrays.torch import fast_path as torch_recent
+from kdacore.acceleration import torch_arrays as torch_recent
 from kdacore.arrays.torch.private import _public, allocator
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import kdacore
-from kdacore.arrays.torch import fast_path as torch_fast_path
+from kdacore.acceleration import torch_arrays
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES
@@ -21,7 +21,7 @@ from kdacore.registry import REGISTRY
 from kdacore.types import Backend, FastGradients, InputGrads, OpImpl, Outputs
 
 NAME = "with-fast-gradients"
-pytestmark = pytest.mark.skipif(torch_fast_path.TensorGuards is None, reason="this torch has no such check")
+pytestmark = pytest.mark.skipif(torch_arrays.TensorGuards is None, reason="this torch has no such check")
 SHAPE = (1, 3, 2, 8)
 
 
@@ -468,7 +468,7 @@ def test_compiled_autograd_does_not_trace_through_the_backend(plugin: Plugin) ->
 
 
 def test_without_torchs_check_every_call_is_ordinary(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_fast_path, "TensorGuards", None)
+    monkeypatch.setattr(torch_arrays, "TensorGuards", None)
     for _ in range(4):
         call(arrays())[0].sum().backward()
     assert set(plugin.went) == {"forward", "backward"}
@@ -486,5 +486,5 @@ def test_it_is_torchs_own_apply() -> None:
 def test_calls_of_another_backend_have_none() -> None:
     for _ in range(3):
         kdacore.chunk_kda(**arrays(), backend="reference")
-    kept = [seen for seen in TORCH.fast_path.calls["chunk_kda"] if seen.plan.backend.name == "reference"]
+    kept = [seen for seen in TORCH.seen_calls.calls["chunk_kda"] if seen.plan.backend.name == "reference"]
     assert kept and all(seen.fast_call is None for seen in kept)

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import kdacore
-from kdacore.arrays.numpy import NUMPY, _array_test
-from kdacore.arrays.torch import fast_path as torch_fast_path
+from kdacore.acceleration import torch_arrays
+from kdacore.acceleration.seen_calls import SeenCalls
+from kdacore.arrays.numpy import NUMPY
 from kdacore.arrays.torch.eager import TORCH
-from kdacore.arrays.torch.fast_path import tensor_test
 from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import plan as plans
-from kdacore.dispatch.fast_path import FastPath
 from kdacore.errors import ContractError
 from kdacore.registry import REGISTRY
 from kdacore.types import ChunkInputs
@@ -29,22 +28,24 @@ ASKED = ("reference", None)
 class FakePlan:
     """What the memory knows of a plan."""
 
-    request = None
+    request = SimpleNamespace(op="op", needs_grad=False)
+    backend = SimpleNamespace(name="fake")
+    check = None
     run = None
 
     def __init__(self, repeat: Any = None) -> None:
-        self.fast_path = repeat
+        self.impl = SimpleNamespace(fast_path=repeat)
 
 
 PLAN: Any = FakePlan()
 
 
-def adapter(array_test: Any) -> Any:
-    """What a fast path asks of an adapter."""
-    return SimpleNamespace(array_test=array_test, runner=lambda plan, inputs: plan.run)
+def adapter(kind: str) -> Any:
+    """What the memory asks of an adapter."""
+    return SimpleNamespace(kind=kind, runner=lambda plan, inputs: plan.run)
 
 
-def find(memory: FastPath, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
+def find(memory: SeenCalls, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
     """The call that dispatch would recognise."""
     for kept in memory.calls.get(op, ()):
         if asked == kept.asked and kept.matches(tuple(inputs), options):
@@ -52,7 +53,7 @@ def find(memory: FastPath, op: str, inputs: Any, options: Any = OPTIONS, asked: 
     return None
 
 
-def plan_found(memory: FastPath, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
+def plan_found(memory: SeenCalls, op: str, inputs: Any, options: Any = OPTIONS, asked: Any = ASKED) -> Any:
     known = find(memory, op, inputs, options, asked)
     return None if known is None else known.plan
 
@@ -62,12 +63,12 @@ def arrays(T: int = 4) -> ChunkInputs:
     return ChunkInputs(q, k, v, -g, torch.ones(1, T, 2), A_log=torch.zeros(2))
 
 
-def of_torch() -> FastPath:
-    return FastPath(adapter(tensor_test))
+def of_torch() -> SeenCalls:
+    return SeenCalls(adapter("torch"))
 
 
 @pytest.fixture
-def memory() -> FastPath:
+def memory() -> SeenCalls:
     """Remembers one call."""
     made = of_torch()
     for _ in range(2):
@@ -75,12 +76,12 @@ def memory() -> FastPath:
     return made
 
 
-def test_the_same_call_is_found(memory: FastPath) -> None:
+def test_the_same_call_is_found(memory: SeenCalls) -> None:
     assert plan_found(memory, "op", arrays()) is PLAN
     assert find(memory, "other", arrays(), OPTIONS, ASKED) is None
 
 
-def test_strides_and_offsets_do_not_matter(memory: FastPath) -> None:
+def test_strides_and_offsets_do_not_matter(memory: SeenCalls) -> None:
     wide = torch.ones(1, 2, 8, 8)[:, :, 1:5].transpose(1, 2)
     assert wide.shape == (1, 4, 2, 8) and not wide.is_contiguous()
     assert plan_found(memory, "op", arrays()._replace(v=wide)) is PLAN
@@ -103,7 +104,7 @@ CHANGES: dict[str, Callable[[ChunkInputs], ChunkInputs]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_an_array_is_seen(memory: FastPath, change: str) -> None:
+def test_a_change_of_an_array_is_seen(memory: SeenCalls, change: str) -> None:
     assert find(memory, "op", CHANGES[change](arrays()), OPTIONS, ASKED) is None
 
 
@@ -118,11 +119,11 @@ def test_a_change_of_an_array_is_seen(memory: FastPath, change: str) -> None:
     ],
     ids=["given", "1 for True", "0.0 for False", "value", "a tensor"],
 )
-def test_a_change_of_an_option_is_seen(memory: FastPath, options: tuple[Any, ...]) -> None:
+def test_a_change_of_an_option_is_seen(memory: SeenCalls, options: tuple[Any, ...]) -> None:
     assert find(memory, "op", arrays(), options, ASKED) is None
 
 
-def test_what_was_asked_of_dispatch_is_seen(memory: FastPath) -> None:
+def test_what_was_asked_of_dispatch_is_seen(memory: SeenCalls) -> None:
     assert find(memory, "op", arrays(), OPTIONS, (None, None)) is None
 
 
@@ -152,12 +153,12 @@ def test_grad_mode_is_seen_where_gradients_are_wanted() -> None:
             assert find(memory, "op", wanted) is None
 
 
-def test_grad_mode_decides_nothing_without_gradients(memory: FastPath) -> None:
+def test_grad_mode_decides_nothing_without_gradients(memory: SeenCalls) -> None:
     with torch.no_grad():
         assert plan_found(memory, "op", arrays()) is PLAN
 
 
-def test_autocast_is_seen(memory: FastPath) -> None:
+def test_autocast_is_seen(memory: SeenCalls) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert find(memory, "op", arrays(), OPTIONS, ASKED) is None
         other: Any = FakePlan()
@@ -199,12 +200,13 @@ def widened(by: int) -> ChunkInputs:
     return x._replace(v=torch.ones(1, 4, 2, 8 + by)[..., :8])
 
 
-def steps(memory: FastPath, bys: list[int]) -> list[Any]:
+def steps(memory: SeenCalls, bys: list[int]) -> list[Any]:
     """What the step of each would return, None where there is none."""
     found = [find(memory, "op", tuple(widened(by)), OPTIONS, ASKED) for by in bys]
     assert all(known is not None for known in found)
     return [
-        known.fast_call(()) if known is not None and known.fast_call is not None else None for known in found
+        known.fast_call._fast_call(()) if known is not None and known.fast_call is not None else None
+        for known in found
     ]
 
 
@@ -234,7 +236,7 @@ def test_a_backend_may_have_no_step() -> None:
 
 
 def test_numpy_strides_are_seen_where_they_matter() -> None:
-    memory = FastPath(adapter(_array_test))
+    memory = SeenCalls(adapter("numpy"))
     plan: Any = FakePlan(lambda request, inputs: lambda arrays: ())
     for _ in range(2):
         memory.note("op", numpy_arrays(), OPTIONS, ASKED, plan)
@@ -270,7 +272,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def forget(adapter: Any) -> None:
     """As if no call with these arrays had been made in this process."""
     plans.clear()
-    adapter.fast_path = None
+    adapter.seen_calls = None
 
 
 def chunk(**options: Any) -> Any:
@@ -278,7 +280,7 @@ def chunk(**options: Any) -> Any:
     return kdacore.chunk_kda(*x[:5], **options)[0]
 
 
-@pytest.mark.skipif(torch_fast_path.TensorGuards is None, reason="this torch has no such check")
+@pytest.mark.skipif(torch_arrays.TensorGuards is None, reason="this torch has no such check")
 def test_the_third_call_skips_the_ordinary_path(calls: list[str]) -> None:
     results = [chunk(output_final_state=True) for _ in range(5)]
     assert len(calls) == 2
@@ -314,7 +316,7 @@ def test_a_change_of_the_backends_clears_it(calls: list[str]) -> None:
 def test_without_torchs_check_every_call_is_ordinary(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_fast_path, "TensorGuards", None)
+    monkeypatch.setattr(torch_arrays, "TensorGuards", None)
     for _ in range(4):
         chunk()
     assert len(calls) == 4
@@ -337,8 +339,8 @@ def numpy_arrays(T: int = 4) -> ChunkInputs:
     return ChunkInputs(*(None if x is None else x.numpy() for x in arrays(T)))
 
 
-def remembered(inputs: ChunkInputs) -> FastPath:
-    memory = FastPath(adapter(_array_test))
+def remembered(inputs: ChunkInputs) -> SeenCalls:
+    memory = SeenCalls(adapter("numpy"))
     for _ in range(2):
         memory.note("op", inputs, OPTIONS, ASKED, PLAN)
     return memory

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 import kdacore
-from kdacore import verifiers
+from kdacore import contract, verifiers
+from kdacore.acceleration import torch_arrays
+from kdacore.acceleration.new_lengths import CallFamily
 from kdacore.arrays.numpy import NUMPY
-from kdacore.arrays.torch import fast_path as torch_fast_path
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.calls.arrays import make_arrays
 from kdacore.calls.description import CallDescription
@@ -23,13 +26,12 @@ from kdacore.dispatch import call as dispatch
 from kdacore.dispatch import plan as plans
 from kdacore.dispatch import results, selection
 from kdacore.dispatch.candidates import Judge
-from kdacore.dispatch.new_lengths import CallFamily
 from kdacore.errors import ContractError, UnsupportedError
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES, OPS
 from kdacore.registry import REGISTRY, Registered
 from kdacore.testing.random_cases import random_case
-from kdacore.types import Backend, OpImpl, Outputs, Reason, Request
+from kdacore.types import Backend, InputGrads, OpImpl, Outputs, Reason, Request
 
 WHOLE = tuple(name for name, op in OPS.items() if op.family in ("chunk", "recurrent"))
 
@@ -117,7 +119,7 @@ def forget() -> None:
     plans.clear()
     selection.clear()
     for adapter in (NUMPY, TORCH):
-        adapter.fast_path = None
+        adapter.seen_calls = None
     dispatch._called.clear()
 
 
@@ -192,7 +194,7 @@ def test_random_calls_of_new_lengths(seed: int, monkeypatch: pytest.MonkeyPatch)
     assert [outcome(op, given) for given in calls] == alone
     assert [outcome(op, given) for given in calls] == alone, "seen before"
     good = sum(isinstance(found, list) for found in alone)
-    if good > 6 and torch_fast_path.TensorGuards is not None:
+    if good > 6 and torch_arrays.TensorGuards is not None:
         assert any(served)
 
 
@@ -300,7 +302,7 @@ def test_what_is_asked_at_which_call(kind: str) -> None:
     }
 
 
-@pytest.mark.skipif(torch_fast_path.TensorGuards is None, reason="this torch has no such check")
+@pytest.mark.skipif(torch_arrays.TensorGuards is None, reason="this torch has no such check")
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_new_lengths_skip_the_ordinary_path(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary: list[int] = []
@@ -458,6 +460,192 @@ def test_what_lengths_do_not_excuse(what: str) -> None:
             kdacore.chunk_kda(**given)
 
 
+def as_kind(x: Any, of: Any) -> Any:
+    """NumPy values as an array of another's kind."""
+    return torch.from_numpy(np.asarray(x)) if isinstance(of, torch.Tensor) else np.asarray(x)
+
+
+def wrong_results(fault: str, inputs: Any, o: Any, state: Any) -> Outputs:
+    """Results with something wrong, or odd, about them."""
+    if fault == "shape":
+        return Outputs(o[:, 1:], state)
+    if fault == "dtype":
+        return Outputs(o, as_kind(np.zeros(tuple(state.shape), np.float64), o))
+    if fault == "an input":
+        return Outputs(inputs.v, state)
+    if fault == "part of an input":
+        return Outputs(inputs.q.reshape(-1)[: math.prod(o.shape)].reshape(o.shape), state)
+    if fault == "a missing result":
+        return Outputs(o)
+    if fault == "a result not asked for":
+        return Outputs(o, state, as_kind(np.zeros(3, np.float32), o))
+    if fault == "no output":
+        return Outputs(None, state)
+    if fault == "memory of another result":
+        both = as_kind(np.zeros(max(math.prod(o.shape), math.prod(state.shape)), np.float32), o)
+        return Outputs(*[both[: math.prod(x.shape)].reshape(x.shape) for x in (o, state)])
+    if fault == "elements that share memory":
+        return Outputs(
+            as_kind(np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), o.shape, (0,) * 4), o), state
+        )
+    if fault == "another kind of array":
+        return Outputs(o.numpy() if isinstance(o, torch.Tensor) else torch.from_numpy(o), state)
+    gaps = as_kind(np.zeros((*o.shape, 2), np.float32), o)[..., 0]
+    return Outputs(gaps, state)
+
+
+FAULTS = (
+    "shape", "dtype", "an input", "part of an input", "a missing result", "a result not asked for", "no output",
+    "memory of another result", "elements that share memory", "another kind of array",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def registered(op: OpImpl) -> Iterator[None]:
+    class Plugin:
+        @hookimpl
+        def kdacore_backends(self) -> list[Backend]:
+            return [Backend(name="odd", version="1", kinds=("numpy", "torch"), ops={"chunk_kda": op})]
+
+    REGISTRY.register(Plugin(), "odd")
+    forget()
+    try:
+        yield
+    finally:
+        REGISTRY.unregister("odd")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("fault", [*FAULTS, "gaps"])
+def test_every_wrong_result_at_one_length_is_found(fault: str, kind: str) -> None:
+    def forward(request: Request, inputs: Any) -> Outputs:
+        found = zeros(request, inputs)
+        return found if request.T != 9 else wrong_results(fault, inputs, found.o, found.final_state)
+
+    with registered(OpImpl(forward, serves=FEATURES, verified_archs=frozenset({"*"}))):
+        for T in (4, 5, 6, 7, 8):
+            kdacore.chunk_kda(**call(T, kind), backend="odd", output_final_state=True)
+        for _ in range(2):
+            given = {**call(9, kind), "backend": "odd", "output_final_state": True}
+            with (
+                contextlib.nullcontext()
+                if fault == "gaps"
+                else pytest.raises(kdacore.PluginError, match="odd")
+            ):
+                kdacore.chunk_kda(**given)
+        kdacore.chunk_kda(**call(10, kind), backend="odd", output_final_state=True)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_another_array_than_the_one_to_write_is_found(kind: str) -> None:
+    def forward(request: Request, inputs: Any) -> Outputs:
+        return Outputs(inputs.out if request.T != 9 else 1 * inputs.out)
+
+    with registered(OpImpl(forward, serves=FEATURES, verified_archs=frozenset({"*"}))):
+        for T in (4, 5, 6, 7, 8):
+            given = call(T, kind)
+            assert kdacore.chunk_kda(**given, out=(out := 0 * given["v"]), backend="odd")[0] is out
+        given = call(9, kind)
+        with pytest.raises(kdacore.PluginError, match="other memory than that of 'out'"):
+            kdacore.chunk_kda(**given, out=0 * given["v"], backend="odd")
+
+
+def wrong_gradients(fault: str, inputs: Any, grads: InputGrads) -> Any:
+    """Gradients with something wrong, or odd, about them."""
+    if fault == "shape":
+        return grads._replace(beta=grads.beta[:, 1:])
+    if fault == "dtype":
+        return grads._replace(k=grads.k.double())
+    if fault == "an input":
+        return grads._replace(v=inputs.v.detach())
+    if fault == "memory of another gradient":
+        return grads._replace(k=grads.q)
+    if fault == "a missing gradient":
+        return grads._replace(g=None)
+    if fault == "a gradient of what was not given":
+        return grads._replace(A_log=torch.zeros(2))
+    if fault == "elements that share memory":
+        return grads._replace(q=torch.zeros(1).expand(grads.q.shape))
+    if fault == "a plain tuple":
+        return tuple(grads)
+    return grads._replace(q=torch.zeros(*grads.q.shape, 2)[..., 0])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "shape", "dtype", "an input", "memory of another gradient", "a missing gradient",
+        "a gradient of what was not given", "elements that share memory", "a plain tuple", "gaps",
+    ],
+)  # fmt: skip
+def test_every_wrong_gradient_at_one_length_is_found(fault: str) -> None:
+    def backward(request: Request, inputs: Any, saved: Any, grads: Any) -> Any:
+        found = InputGrads(*[torch.zeros_like(x) for x in inputs[:5]])
+        return found if request.T != 9 else wrong_gradients(fault, inputs, found)
+
+    def step(T: int) -> None:
+        given = {n: x.requires_grad_() for n, x in call(T).items()}
+        kdacore.chunk_kda(**given, backend="odd")[0].sum().backward()
+
+    with registered(OpImpl(zeros, backward, serves=FEATURES, verified_archs=frozenset({"*"}))):
+        for T in (4, 5, 6, 7, 8):
+            step(T)
+        with contextlib.nullcontext() if fault == "gaps" else pytest.raises(kdacore.PluginError, match="odd"):
+            step(9)
+        step(10)
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """The same values, lazily negated."""
+    return torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("what", ["negated", "subclass", "autocast"])
+def test_saved_tensors_of_new_lengths_may_come_back_otherwise(what: str) -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    unpack = {"negated": negated, "subclass": lambda x: x.as_subclass(Odd)}.get(what, lambda x: x)
+
+    def gradients(T: int, hooked: bool) -> list[torch.Tensor]:
+        x = {n: y.requires_grad_() for n, y in call(T).items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack if hooked else lambda x: x):
+            o, _ = kdacore.chunk_kda(**x, backend="reference")
+        with torch.autocast("cpu", enabled=hooked and what == "autocast"):
+            (o * o).sum().backward()
+        return [y.grad for y in x.values() if y.grad is not None]
+
+    forget()
+    for T in (4, 5, 6, 7, 8, 9, 10):
+        hooked = gradients(T, hooked=True)
+        for ours, plain in zip(hooked, gradients(T, hooked=False), strict=True):
+            assert torch.equal(ours, plain) and ours.dtype == torch.float32
+
+
+def test_no_gradients_of_gradients_of_new_lengths() -> None:
+    forget()
+    for T in (4, 5, 6, 7, 8):
+        x = {n: y.requires_grad_() for n, y in call(T).items()}
+        o, _ = kdacore.chunk_kda(**x, backend="reference")
+        (dq,) = torch.autograd.grad(o.sum(), x["q"], create_graph=True)
+        with pytest.raises(UnsupportedError, match="double backward"):
+            dq.sum().backward()
+
+
+def test_columns_of_tables_are_lengths() -> None:
+    """Calls that differ in the columns of ``state_indices`` alone have selections of their own."""
+
+    def of(slots: int) -> Request:
+        table = kdacore.types.TensorSpec((1, slots), "int32")
+        return dataclasses.replace(
+            REQUEST, op="fused_recurrent_kda", state_indices_ndim=2, tensors=(("state_indices", table),)
+        )
+
+    assert contract.family_of(of(4)) == contract.family_of(of(5))
+    assert contract.lengths_of(of(4)) != contract.lengths_of(of(5))
+    assert contract.lengths_of(of(4)) == contract.lengths_of(of(4))
+
+
 def test_gradients_of_new_lengths() -> None:
     forget()
     for T in (4, 5, 6, 7, 8, 5):
@@ -471,7 +659,7 @@ def test_gradients_of_new_lengths() -> None:
 
 
 def test_many_lengths_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kdacore.dispatch import new_lengths
+    from kdacore.acceleration import new_lengths
 
     monkeypatch.setattr(new_lengths, "_MAX_PLANS", 5)
     monkeypatch.setattr(selection, "_MAX_CACHED", 7)
@@ -479,7 +667,7 @@ def test_many_lengths_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     for T in (*range(1, 30), *range(1, 30)):
         o, _ = kdacore.chunk_kda(**call(T, "numpy"))
         assert o.shape[1] == T
-    (calls,) = NUMPY.fast_path.families["chunk_kda"]
+    (calls,) = NUMPY.seen_calls.families["chunk_kda"]
     assert len(calls._plans) <= 5 and selection._count <= 7
 
 

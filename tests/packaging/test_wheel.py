@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,18 +11,47 @@ from pathlib import Path
 
 import pytest
 
+from kdacore_cuda.build.packaged_executors import read_manifest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kdacore", "kdacore_reference", "kdacore_triton", "kdacore_cuda", "kdacore_pallas")
 
 
+def build(folder: Path, machine: str = "") -> zipfile.ZipFile:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    environment = os.environ | {"KDACORE_WHEEL": machine}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environment)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (path,) = out.glob("*.whl")
-    assert path.name.endswith("py3-none-any.whl")
-    return zipfile.ZipFile(path)
+    """That of Linux on x86-64."""
+    return build(tmp_path_factory.mktemp("dist"), "x86_64")
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "any"])
+def test_machine_code_is_in_the_wheels_of_linux_alone(tmp_path: Path, machine: str) -> None:
+    """One executor, that of the machine, and all packaged kernels; the wheel for every machine has no ELF file."""
+    made = build(tmp_path, machine)
+    assert made.filename is not None
+    tag = "any" if machine == "any" else f"manylinux_2_17_{machine}"
+    assert made.filename.endswith(f"-py3-none-{tag}.whl")
+    elf = {name for name in made.namelist() if made.read(name)[:4] == b"\x7fELF"}
+    if machine == "any":
+        assert elf == set()
+        return
+    folder = ROOT / "backends/cuda/kdacore_cuda"
+    executor = read_manifest()[machine]["file"]
+    cubins = {f"kdacore_cuda/cubins/{path.name}" for path in (folder / "cubins").glob("*.cubin")}
+    assert elf == cubins | {f"kdacore_cuda/executors/{executor}"}
+
+
+def test_a_machine_without_executor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        build(tmp_path, "riscv64")
+    assert b"KDACORE_WHEEL=riscv64: expected any or one of" in failed.value.stderr
 
 
 def test_the_wheel_holds_every_package_whole(wheel: zipfile.ZipFile) -> None:
@@ -37,6 +67,7 @@ def test_the_wheel_holds_every_package_whole(wheel: zipfile.ZipFile) -> None:
         missing += [
             f for f in tracked if f.startswith(prefix) and f"{package}/{f[len(prefix) :]}" not in inside
         ]
+    missing = [f for f in missing if not f.endswith(".so")]  # those of other machines
     assert missing == []
     assert "kdacore/py.typed" in inside
 

@@ -290,7 +290,7 @@ def test_a_fast_path_is_checked_once() -> None:
     assert len(answers) == 4
     from kdacore.arrays.numpy import NUMPY
 
-    assert NUMPY.fast_path.calls["chunk_kda"][0].fast_call is answer
+    assert NUMPY.seen_calls.calls["chunk_kda"][0].fast_call is answer
 
 
 def test_a_fast_path_of_an_op_with_one_result() -> None:

@@ -1,6 +1,7 @@
 """The launcher: what it specialises on, and that it launches what Triton itself would."""
 
 import os
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,20 @@ def constexpr_first_kernel(BLOCK: tl.constexpr, x):
     tl.store(x + tl.arange(0, BLOCK), 0.0)
 
 
+class Pair(NamedTuple):
+    source: Any
+    target: Any
+
+
+@triton.jit
+def grouped_kernel(n, arrays: Pair, scales: Pair, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    r = tl.load(arrays.source + i, mask=i < n, other=0.0) * scales.source
+    if scales.target is not None:
+        r *= scales.target
+    tl.store(arrays.target + i, r, mask=i < n)
+
+
 axpy = Launcher(axpy_kernel)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,6 +59,20 @@ def run_axpy(n: int, a: float, with_y: bool, dtype: torch.dtype = torch.float32,
 def test_launches(with_y: bool) -> None:
     for n in (1, 63, 64, 1000):
         run_axpy(n, 2.5, with_y)
+
+
+def test_members_of_groups_follow_one_another() -> None:
+    """A launch takes the members one after another, and the kernel gets them as its NamedTuples."""
+    launcher = Launcher(grouped_kernel)
+    x, y = torch.arange(16.0, device=DEVICE), torch.zeros(16, device=DEVICE)
+    for second, factor in ((None, 3.0), (2.0, 6.0)):
+        launcher((1, 1, 1), 16, x, y, 3.0, second, BLOCK=16, num_warps=1)
+        torch.testing.assert_close(y, factor * x)
+    assert launcher.grouped((16, x, y, 3.0, None)) == (16, Pair(x, y), Pair(3.0, None))
+    with pytest.raises(TypeError, match="2 arguments too many"):
+        launcher.grouped((16, x, y, 3.0, None, 1, 2))
+    with pytest.raises(TypeError, match="Expected 2 arguments, got 1"):
+        launcher.grouped((16, x, y, 3.0))
 
 
 def test_specialises_on_what_triton_does() -> None:

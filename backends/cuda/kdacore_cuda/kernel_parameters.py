@@ -7,7 +7,9 @@ fields first there is no padding between fields, and a static assertion on the s
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 FieldType = Literal["ptr", "i64", "i32", "f32"]
@@ -387,7 +389,8 @@ def constants_header() -> str:
     return "".join(lines)
 
 
-def generated_headers() -> dict[str, str]:
+@cache
+def generated_headers() -> Mapping[str, str]:
     """Include name -> text of every header made from this file."""
     return {
         "generated/chunk_forward_params.cuh": _once(CHUNK_FORWARD.header()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import FLAGS, TYPES
@@ -19,9 +20,18 @@ def has_bounded_gate(request: Request) -> bool:
     return request.safe_gate and request.gate == "log"
 
 
+def dtypes_of(r: Request) -> dict[str, str]:
+    """The dtypes of the arrays that a call gives, by name."""
+    return {name: spec.dtype for name, spec in r.tensors}
+
+
+def type_codes(dtypes: Mapping[str, str], *names: str) -> tuple[int, ...]:
+    """Codes of the dtypes of array arguments, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 for absent ones."""
+    return tuple([TYPES[dtypes[name]] if name in dtypes else 0 for name in names])
+
+
 def type_code(request: Request, name: str) -> int:
-    """Code of the dtype of an array argument, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 if
-    not given."""
+    """:func:`type_codes` of one argument."""
     return TYPES[request.spec(name).dtype] if request.has(name) else 0
 
 
@@ -30,28 +40,29 @@ def is_int64(request: Request, name: str) -> bool:
     return request.has(name) and request.spec(name).dtype == "int64"
 
 
-def token_flags(r: Request) -> int:
+def token_flags(r: Request, dtypes: Mapping[str, str]) -> int:
     """Bits of ``flags`` for what is done to a call's tokens."""
     return (
         FLAGS["L2NORM"] * r.qk_l2norm
         | FLAGS["BETA_SIGMOID"] * r.beta_sigmoid
         | FLAGS["NEG_EIGVAL"] * r.neg_eigval
-        | FLAGS["CU64"] * is_int64(r, "cu_seqlens")
+        | FLAGS["CU64"] * (dtypes.get("cu_seqlens") == "int64")
     )
 
 
 def chunk_flags(r: Request) -> int:
     """Bits of ``flags`` of a chunk call: :func:`token_flags`, the layout and dtype of its states
     and of the indices into pools, and whether it clears rows that belong to no sequence."""
+    dtypes = dtypes_of(r)
     return (
-        token_flags(r)
+        token_flags(r, dtypes)
         | FLAGS["V_FIRST"] * r.state_v_first
         | FLAGS["STATE_BF16"] * (r.state_dtype == "bfloat16")
-        | FLAGS["INDEX64"] * is_int64(r, "state_indices")
-        | FLAGS["WRITES64"] * is_int64(r, r.written_indices)
-        | FLAGS["MARK_OFFSETS64"] * is_int64(r, "checkpoint_offsets")
-        | FLAGS["MARK_ROWS64"] * is_int64(r, "checkpoint_indices")
-        | FLAGS["CLEAR_TAIL"] * (r.packed and not r.has("out"))
+        | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
+        | FLAGS["WRITES64"] * (dtypes.get(r.written_indices) == "int64")
+        | FLAGS["MARK_OFFSETS64"] * (dtypes.get("checkpoint_offsets") == "int64")
+        | FLAGS["MARK_ROWS64"] * (dtypes.get("checkpoint_indices") == "int64")
+        | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
     )
 
 

@@ -7,6 +7,7 @@ Verifiers read shapes, dtypes and flags, never values.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from kdacore import verifiers as common
 from kdacore.types import Reason, Request
@@ -43,19 +44,27 @@ def _has_compiler() -> bool:
     return bool(version_of("cuda-bindings"))
 
 
+@cache
+def _has_cubins() -> bool:
+    """False of the wheel for every machine, which has no machine code."""
+    return any((Path(__file__).parent / "cubins").glob("*.cubin"))
+
+
+@common.reads_no_lengths
 def compiler(request: Request) -> Reason | None:
     """Where no machine code is packaged, NVRTC compiles it on the first call."""
     arch = request.device.arch
-    if arch in BUILD_ARCHS or _has_compiler():
+    if _has_compiler() or (arch in BUILD_ARCHS and _has_cubins()):
         return None
     return Reason(
         "unavailable",
         "has no packaged kernels for this architecture and no NVRTC to compile them",
         arch,
-        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS),
+        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux",
     )
 
 
+@common.reads_no_lengths
 def gate_dtypes(request: Request) -> Reason | None:
     """Gates, betas and biases are 16- or 32-bit floats."""
     for name in ("g", "beta", "dt_bias"):
@@ -77,6 +86,7 @@ def grid_size(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def gradients(request: Request) -> Reason | None:
     """The backward exists for Hopper and K = V = 128."""
     if not request.needs_grad:
@@ -95,6 +105,7 @@ STAGE_DTYPES = ("bfloat16", "float16")
 STAGE_CHUNK = 64
 
 
+@common.reads_no_lengths
 def stage_head_dims(request: Request) -> Reason | None:
     """Kernels are compiled for fixed head dims; K and V may differ. The intra stage has no V."""
     dims = {"K": request.K} if request.op == "kda_chunk_intra" else {"K": request.K, "V": request.V}
@@ -105,6 +116,7 @@ def stage_head_dims(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def stage_dtypes(request: Request) -> Reason | None:
     """q, k, v and Akk have one 16-bit dtype, gc is float32, beta is a 16- or 32-bit float.
 
@@ -122,6 +134,7 @@ def stage_dtypes(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def stage_chunk(request: Request) -> Reason | None:
     """Stages work in chunks of 64 tokens."""
     if request.chunk_size != STAGE_CHUNK:
@@ -129,6 +142,7 @@ def stage_chunk(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
 def heads_per_group(request: Request) -> Reason | None:
     """Value heads form equal groups, one group per query/key head."""
     if request.HV % request.H:

@@ -30,7 +30,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kdacore.errors import BackendBuildError
-from kdacore_triton.launch import FIXED_OPTIONS, RecordedLaunch, interpreting, recording, specialise
+from kdacore_triton.launch import (
+    FIXED_OPTIONS,
+    RecordedLaunch,
+    group_types,
+    interpreting,
+    recording,
+    specialise,
+)
 from kdacore_triton.warp_sum_check import contracted_warp_sums
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -171,19 +178,27 @@ def _target(arch: str) -> GPUTarget:
 
 def _source(call: RecordedLaunch) -> tuple[ASTSource, dict[str, Any]]:
     """The call as Triton's compiler takes it, specialised as a launch would be."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     options = {**FIXED_OPTIONS, **call.constexprs, "num_warps": call.num_warps, "num_stages": call.num_stages}
-    arguments = iter(call.args)
+    arguments, groups = iter(call.args), group_types(call.kernel)
     for i, p in enumerate(call.kernel.params):
-        value = options.pop(p.name) if p.is_constexpr else next(arguments)
-        kind, divisible = ("constexpr", False) if p.is_constexpr else _kind(value, p)
-        signature[p.name] = kind
-        if kind == "constexpr":
-            constants[p.name] = value
-        elif divisible:
-            attributes[(i,)] = [["tt.divisibility", 16]]
+        if p.is_constexpr:
+            signature[p.name], constants[(i,)] = "constexpr", options.pop(p.name)
+            continue
+        group = next(groups)
+        places = [(i,)] if group is None else [(i, j) for j in range(len(group._fields))]
+        kinds = []
+        for place in places:
+            value = next(arguments)
+            kind, divisible = _kind(value, p)
+            kinds.append(kind)
+            if kind == "constexpr":
+                constants[place] = value
+            elif divisible:
+                attributes[place] = [["tt.divisibility", 16]]
+        signature[p.name] = kinds[0] if group is None else group._make(kinds)
     return ASTSource(call.kernel, signature, constants, attributes), options
 
 

@@ -23,6 +23,7 @@ from .kernels.chunk_backward_prepare_offset_c32 import chunk_backward_prepare_of
 from .kernels.chunk_backward_prepare_offset_c64 import chunk_backward_prepare_offset_c64_kernel
 from .kernels.chunk_backward_reduce import sum_group_kernel, sum_slots_kernel
 from .kernels.chunk_backward_scan import chunk_backward_scan_kernel
+from .kernels.groups import Gradients, Inputs, OffsetOperands, PreparedTiles, ScannedTiles
 from .launch import Launcher, cdiv
 
 _prepare = Launcher(chunk_backward_prepare_kernel)
@@ -70,6 +71,11 @@ def _sizes(request: Request, plan: ChunkBackwardPlan) -> tuple[int, int, int]:
     return request.T, cdiv(request.T, plan.C), request.N
 
 
+def _inputs(x: ChunkInputs) -> Inputs:
+    """The arrays of the call that the chunk-parallel kernels read."""
+    return Inputs(x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens)
+
+
 def _registers(limit: int | None) -> dict[str, int]:
     """The launch option that limits registers, if there is a limit."""
     return {} if limit is None else {"maxnreg": limit}
@@ -91,7 +97,7 @@ def _run_prepare(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> W
     work["last"] = tile(*shape, dtype=torch.float32)
     work["row_values"] = tile(p.row_values, dtype=torch.float32)
 
-    arrays = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *work.values())
+    arrays = (*_inputs(x), *work.values())
     scalars = (r.scale, float(r.lower_bound or 0.0))
     sizes = (*_sizes(r, p), r.H, r.HV, r.K, r.V)
     grid = (p.slots * r.HV, 1, 1)
@@ -102,7 +108,7 @@ def _run_prepare(request: Request, plan: ChunkBackwardPlan, x: ChunkInputs) -> W
     }  # fmt: skip
     if p.offset is None:
         chunk = {"C": p.C, "LEVELS": p.C.bit_length() - 1}
-        _prepare(grid, *arrays, *scalars, *sizes, SCALAR=r.scalar_gate, **chunk, **options)
+        _prepare(grid, *arrays, *scalars, *sizes, SCALAR_GATE=r.scalar_gate, **chunk, **options)
     else:
         offset = (p.offset.floor, p.offset.centre)
         launch = _prepare_offset_c64 if p.offset.half == 32 else _prepare_offset_c32
@@ -126,12 +132,11 @@ def _run_scan(
     last = work["last"]
     _scan(
         (2 * (p.VP // t.scan_bv) * r.N * r.HV, 1, 1),
-        *(work[n] for n in ("kg", "qg", "w", "uT", "Aqk", "inv", "last")), do,
+        *(work[n] for n in PreparedTiles._fields), last, do,
         *(work[n] for n in ("hT", "dhT", "drT")), x.initial_state, d_final, d_initial, x.cu_seqlens,
         r.T, cdiv(r.T, p.C), r.HV, r.K, r.V,
-        KP=p.KP, VP=p.VP, BV=t.scan_bv, C=p.C, LAST=last[0, 0].numel(), SCALAR=r.scalar_gate, PACKED=r.packed,
-        HAS_INITIAL=x.initial_state is not None, HAS_D_FINAL=d_final is not None, V_FIRST=r.state_v_first,
-        DOT=p.dot, num_warps=t.scan_warps, num_stages=t.scan_stages,
+        KP=p.KP, VP=p.VP, BV=t.scan_bv, C=p.C, LAST=last[0, 0].numel(), SCALAR_GATE=r.scalar_gate, PACKED=r.packed,
+        V_FIRST=r.state_v_first, DOT=p.dot, num_warps=t.scan_warps, num_stages=t.scan_stages,
     )  # fmt: skip
     for name in ("w", "kg", "qg"):
         del work[name]
@@ -160,9 +165,9 @@ def _run_grads(
     dA_part = None if x.A_log is None else _partial(r, plan, x.q, 1)
     dbias_part = None if x.dt_bias is None else _partial(r, plan, x.q, width)
 
-    parameters = (x.A_log, x.dt_bias, x.cu_seqlens, do)
-    states = tuple(work[n] for n in ("row_values", "hT", "dhT", "uT", "drT"))
-    outputs = (dq, dk, dv, dg, dbeta, dA_part, dbias_part)
+    arrays = _inputs(x)
+    scanned = ScannedTiles(hT=work["hT"], dhT=work["dhT"], vT=work["uT"], drT=work["drT"])
+    outputs = Gradients(dq, dk, dv, dg, dbeta, dA_part, dbias_part)
     scalars = (r.scale, float(r.lower_bound or 0.0))
     grid = ((p.slots + r.packed) * r.HV, 1, 1)  # the slot without a chunk: see kernels.pack_tail
     options = {
@@ -170,11 +175,11 @@ def _run_grads(
         "num_warps": t.grads_warps, **_registers(t.grads_regs),
     }  # fmt: skip
     if p.offset is not None:
-        tiles = tuple(work[n] for n in ("zq", "zb", "yk", "sk", "last"))
+        operands = tuple(work[n] for n in OffsetOperands._fields)
         _grads_offset(
-            grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *tiles, *states, *outputs, *scalars,
+            grid, *arrays, do, *operands, work["row_values"], *scanned, *outputs, *scalars,
             p.offset.floor, p.offset.centre, *_sizes(r, p), r.H, r.HV, r.K, r.V,
-            S=p.offset.half, NORM=r.qk_l2norm and not p.separate_norm, **options,
+            S=p.offset.half, L2NORM=r.qk_l2norm and not p.separate_norm, **options,
         )  # fmt: skip
     else:
         pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])
@@ -182,7 +187,7 @@ def _run_grads(
         if r.scalar_gate:
             options["C"] = p.C
         launch(
-            grid, x.q, x.k, x.v, x.g, x.beta, *parameters, *states, *pairs, *outputs, *scalars,
+            grid, *arrays, do, work["row_values"], *scanned, *pairs, *outputs, *scalars,
             *_sizes(r, p), r.H, r.HV, r.K, r.V,
             BK=t.grads_bk, L2NORM=r.qk_l2norm, **options,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from kdacore.ops import OPS
 from kdacore.types import Request
 
 from .chunk_forward_choice import EXACT_KEYS
-from .gate_families import GATES, has_usable_bound
+from .gate_families import GATES, beta_kind, has_usable_bound
 from .kernel_options import full_precision, has_narrow_operands, on_nvidia
 from .launch import next_power_of_2
 
@@ -196,9 +196,7 @@ def plan_backward(request: Request) -> ChunkBackwardPlan:
         inverse_dot=full,
         options={
             "GATE": GATES[request.gate],
-            "HAS_A": request.has("A_log"),
-            "HAS_BIAS": request.has("dt_bias"),
-            "BETA": (2 if request.neg_eigval else 1) if request.beta_sigmoid else 0,
+            "BETA": beta_kind(request),
             "PACKED": request.packed,
             "ASM": native,
         },

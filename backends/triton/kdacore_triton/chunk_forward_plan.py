@@ -12,7 +12,7 @@ import torch
 from kdacore.types import Request
 from kdacore_triton.chunk_forward_choice import config_of, keeps_float16, segment_of
 from kdacore_triton.fixed_launch import FixedLaunch, PlanCache
-from kdacore_triton.gate_families import FAMILIES, GATES, gate_family
+from kdacore_triton.gate_families import FAMILIES, GATES, beta_kind, gate_family
 from kdacore_triton.kernel_options import INTERPRETING, full_precision, has_narrow_operands, on_nvidia
 from kdacore_triton.kernels.chunk_forward_checkpoints import chunk_forward_checkpoints_kernel
 from kdacore_triton.kernels.chunk_forward_prepare import chunk_forward_prepare_kernel
@@ -22,6 +22,7 @@ from kdacore_triton.kernels.chunk_forward_segments import (
     chunk_forward_segment_starts_kernel,
     chunk_forward_slice_transition_kernel,
 )
+from kdacore_triton.kernels.groups import CellStrides
 from kdacore_triton.launch import Launcher, cdiv, next_power_of_2
 
 MAX_BOUNDED_ROWS = 32
@@ -45,14 +46,14 @@ _MAX_STRIDES = 64
 """Sets of pool strides that are kept for one request."""
 
 
-class PoolStrides(NamedTuple):
+class StateStrides(NamedTuple):
     """Strides over rows, heads, K and V of the states that are read and written; zeros where there are none."""
 
     source: tuple[int, int, int, int]
     target: tuple[int, int, int, int]
 
 
-NO_POOL = PoolStrides((0, 0, 0, 0), (0, 0, 0, 0))
+NO_POOL = StateStrides((0, 0, 0, 0), (0, 0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,16 @@ class ChunkForwardPlan:
         half = has_narrow_operands(r) and not keeps_float16(r)
         self.config = config = config_of(r, INTERPRETING)
         C: int = min(config["C"], MAX_BOUNDED_ROWS) if self.family == "bounded" else config["C"]
-        BK, BV = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
+        KP, VP = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
         NT = cdiv(r.T, C)
         slots = r.T // C + r.N if r.packed else r.B * NT
-        self.C, self.BK, self.BV, self.NT = C, BK, BV, NT
+        self.C, self.KP, self.VP, self.NT = C, KP, VP, NT
         self.upcast = INTERPRETING and r.dtype == "bfloat16"
         self.round_state = INTERPRETING and r.state_dtype == "bfloat16"
         self.record_dtype = torch.bfloat16 if half else torch.float32
         self.records = slots * r.HV
-        self.record_size = C * (3 * BK + BV + C)
-        self.decay_size = 1 if r.scalar_gate else BK
+        self.record_size = C * (3 * KP + VP + C)
+        self.decay_size = 1 if r.scalar_gate else KP
         self.state_dtype = torch.float32 if self.round_state else getattr(torch, r.state_dtype)
         self.device = -1 if INTERPRETING else r.device.index
         self.bound = r.lower_bound or 0.0
@@ -115,19 +116,18 @@ class ChunkForwardPlan:
                 *(r.T, NT, r.N, r.H, r.HV, r.scale, self.bound, exponent_offset(self.bound, C)),
             ),
             {
-                "K": r.K, "V": r.V, "BK": BK, "C": C, "BV": BV, "BU": min(config["BU"], BV),
+                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": min(config["BU"], VP), "C": C,
                 "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[self.family], "GATE": GATES[r.gate],
-                "L2NORM": r.qk_l2norm, "BETA_SIGMOID": r.beta_sigmoid,
-                "BETA_FACTOR": 2.0 if r.neg_eigval else 1.0, "PACKED": r.packed, **self.dots, "ASM": on_nvidia(r),
+                "L2NORM": r.qk_l2norm, "BETA": beta_kind(r), "PACKED": r.packed, **self.dots, "ASM": on_nvidia(r),
             },
             config["prepare_warps"],
         )  # fmt: skip
         self.pooled = bool(r.inplace_state or r.state_indices_ndim or r.has("has_initial_state"))
         """Are states read or written by rows? Then :meth:`launches_for` has the launches, by strides."""
         self.plain = None if self.pooled else self._state_launches(NO_POOL)
-        self._by_strides: dict[PoolStrides, StateLaunches] = {}
+        self._by_strides: dict[StateStrides, StateLaunches] = {}
 
-    def launches_for(self, strides: PoolStrides) -> StateLaunches:
+    def launches_for(self, strides: StateStrides) -> StateLaunches:
         """The launches of a call with pools of these strides."""
         found = self._by_strides.get(strides)
         if found is None:
@@ -141,14 +141,14 @@ class ChunkForwardPlan:
         :data:`kdacore_triton.chunk_forward_choice.MAX_SEGMENTED`."""
         return self._state_launches(NO_POOL, of_slice=True)
 
-    def _state_launches(self, strides: PoolStrides, of_slice: bool = False) -> StateLaunches:
-        r, config, C, BK, BV, NT = self.request, self.config, self.C, self.BK, self.BV, self.NT
-        block = min(config["BV"], BV)
+    def _state_launches(self, strides: StateStrides, of_slice: bool = False) -> StateLaunches:
+        r, config, C, KP, VP, NT = self.request, self.config, self.C, self.KP, self.VP, self.NT
+        block = min(config["BV"], VP)
         columns = {
-            "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "V_FIRST": r.state_v_first, "PACKED": r.packed,
+            "K": r.K, "V": r.V, "KP": KP, "VP": VP, "V_FIRST": r.state_v_first, "PACKED": r.packed,
         }  # fmt: skip
         scan_options = {
-            **columns, "BV": block, "C": C, "SCALAR": r.scalar_gate, "DOT": self.dots["DOT"],
+            **columns, "BV": block, "C": C, "SCALAR_GATE": r.scalar_gate, "DOT": self.dots["DOT"],
             "STAGES": config["scan_stages"],
         }  # fmt: skip
         segment = segment_of(r, config)
@@ -161,38 +161,37 @@ class ChunkForwardPlan:
         read, written, kept = (strides.source[:2], strides.target[:2], r.checkpoint_count) if self.pooled else (
             (None, None), (None, None), None
         )  # fmt: skip
-        source = {"POOL": self.pooled, "SOURCE_K": strides.source[2], "SOURCE_V": strides.source[3]}
-        target = {"TARGET_K": strides.target[2], "TARGET_V": strides.target[3]}
+        pool = {"POOL": CellStrides(*strides.source[2:], *strides.target[2:]) if self.pooled else None}
         launch = (config["scan_warps"], config["scan_stages"])
         scan = FixedLaunch(
             _SCAN,
             self.device,
-            (starts * r.HV * (BV // block), 1, 1),
+            (starts * r.HV * (VP // block), 1, 1),
             (*_absent(6, self.pooled), *sizes, *read, *written, kept, null),
             {
-                **scan_options, "SEGMENT": segment, "EVERY": r.checkpoint_every, **source, **target,
+                **scan_options, "SEGMENT": segment, "EVERY": r.checkpoint_every, **pool,
                 "INPLACE": r.inplace_state,
             },
             *launch,
         )  # fmt: skip
         segments = None
         if segment:
-            tile = starts * r.HV * BK
+            tile = starts * r.HV * KP
             segments = SegmentLaunches(
-                tile * BV,
-                tile * (BV + BK),
+                tile * VP,
+                tile * (VP + KP),
                 FixedLaunch(
                     _SEGMENT_MAPS,
                     self.device,
-                    (starts * r.HV * (BV // block + cdiv(BK, block)), 1, 1),
+                    (starts * r.HV * (VP // block + cdiv(KP, block)), 1, 1),
                     (*_absent(2, self.pooled), *sizes, *read, null),
-                    {**scan_options, "SEGMENT": segment, **source, "OF_SLICE": of_slice},
+                    {**scan_options, "SEGMENT": segment, **pool, "OF_SLICE": of_slice},
                     *launch,
                 ),
                 FixedLaunch(
                     _SEGMENT_STARTS,
                     self.device,
-                    (r.N * r.HV * (BV // 16), 1, 1),
+                    (r.N * r.HV * (VP // 16), 1, 1),
                     (*_absent(2, self.pooled), r.T, r.HV, NS, *read, null),
                     {
                         **columns,
@@ -200,7 +199,7 @@ class ChunkForwardPlan:
                         "SEGMENT": segment,
                         "DOT": self.dots["DOT"],
                         "FULL": "tf32x3" if on_nvidia(r) else "ieee",
-                        **source,
+                        **pool,
                         "OF_SLICE": of_slice,
                     },
                     8,
@@ -211,30 +210,30 @@ class ChunkForwardPlan:
             return StateLaunches(scan, segments, None, 0, self._transition(segment, NS))
         if not r.checkpoint_count or C == CHECKPOINT_ROWS:
             return StateLaunches(scan, segments, None, 0)
-        wide = min(BV, 32)
+        wide = min(VP, 32)
         checkpoints = FixedLaunch(
             _CHECKPOINTS,
             self.device,
-            (r.checkpoint_count * r.HV * (BV // wide), 1, 1),
+            (r.checkpoint_count * r.HV * (VP // wide), 1, 1),
             (r.T, NT, r.N, r.H, r.HV, self.bound, *written, null),
             {
-                "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "BV": wide, "C": C, "FAMILY": FAMILIES[self.family],
+                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": wide, "C": C, "FAMILY": FAMILIES[self.family],
                 "GATE": GATES[r.gate], "L2NORM": r.qk_l2norm, "PACKED": r.packed,
-                "DOT": full_precision(r), "ASM": on_nvidia(r), **target,
+                "DOT": full_precision(r), "ASM": on_nvidia(r), **pool,
             },
             4,
         )  # fmt: skip
-        return StateLaunches(scan, segments, checkpoints, r.checkpoint_count * r.HV * BV * BK)
+        return StateLaunches(scan, segments, checkpoints, r.checkpoint_count * r.HV * VP * KP)
 
     def _transition(self, segment: int, NS: int) -> FixedLaunch:
-        r, BK, BV = self.request, self.BK, self.BV
+        r, KP, VP = self.request, self.KP, self.VP
         return FixedLaunch(
             _TRANSITION,
             self.device,
-            ((1 if r.packed else r.B) * r.HV * (BV + BK) // 16, 1, 1),
+            ((1 if r.packed else r.B) * r.HV * (VP + KP) // 16, 1, 1),
             (r.T, r.HV, NS),
             {
-                "K": r.K, "V": r.V, "BK": BK, "BVP": BV, "BV": 16, "SEGMENT": segment, "PACKED": r.packed,
+                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": 16, "SEGMENT": segment, "PACKED": r.packed,
                 "DOT": self.dots["DOT"], "FULL": "tf32x3" if on_nvidia(r) else "ieee",
             },
             8,
@@ -247,9 +246,9 @@ def _absent(tensors: int, pooled: bool) -> tuple[None, ...]:
     return () if pooled else (None,) * tensors
 
 
-def pool_strides(r: Request, source: torch.Tensor | None, target: torch.Tensor | None) -> PoolStrides:
+def pool_strides(r: Request, source: torch.Tensor | None, target: torch.Tensor | None) -> StateStrides:
     """The strides of the states that a call reads and writes."""
-    return PoolStrides(_state_strides(r, source), _state_strides(r, target))
+    return StateStrides(_state_strides(r, source), _state_strides(r, target))
 
 
 def _state_strides(r: Request, states: torch.Tensor | None) -> tuple[int, int, int, int]:

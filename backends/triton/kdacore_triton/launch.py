@@ -13,21 +13,28 @@ Two ways in:
 
 Between the two, ``launcher.bind(num_warps=..., **constexprs)`` fixes everything but the arguments.
 
-Kernels list run-time parameters first and constexprs last. With ``TRITON_INTERPRET=1``, on AMD (whose
-specialisation also looks at sizes), or with a profiler's launch hooks installed, launches take Triton's own path.
-Both are safe inside CUDA-graph capture once the specialisation has been launched before the capture.
+Kernels list run-time parameters first and constexprs last. A parameter annotated with a NamedTuple is a group of
+arguments (see :mod:`kdacore_triton.kernels`): Triton gets the tuple when it compiles, while every launch takes the
+members one after another, as the compiled kernel does. So a group costs a launch nothing.
+
+With ``TRITON_INTERPRET=1``, on AMD (whose specialisation also looks at sizes), or with a profiler's launch hooks
+installed, launches take Triton's own path. Both are safe inside CUDA-graph capture once the specialisation has been
+launched before the capture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
 import triton
 from triton import knobs
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 from .l1_cache import prefer_l1
@@ -53,7 +60,7 @@ class RecordedLaunch(NamedTuple):
     kernel: Any
     grid: Grid
     args: tuple[Any, ...]
-    """Run-time arguments, in the kernel's order."""
+    """Run-time arguments, in the kernel's order; groups as their members."""
     constexprs: dict[str, Any]
     """Constexprs by name, and any compile option beyond the next two."""
     num_warps: int
@@ -82,6 +89,15 @@ def interpreting(kernel: Any) -> bool:
     return not isinstance(kernel, JITFunction)
 
 
+def group_types(kernel: Any) -> Iterator[type[Any] | None]:
+    """For each run-time parameter of a kernel the NamedTuple that it is annotated with, None for a single argument."""
+    hints = get_type_hints(kernel.fn)
+    for name in kernel.arg_names:
+        hint = hints.get(name)
+        if hint is not constexpr:
+            yield hint if isinstance(hint, type) and issubclass(hint, tuple) else None
+
+
 class Prepared:
     """One compiled specialisation of a kernel, launched with nothing checked.
 
@@ -90,11 +106,12 @@ class Prepared:
     or, faster, as ``tensor.data_ptr()``. The current device must be the one it was prepared on.
     """
 
-    __slots__ = ("_constexprs", "_device", "_fixed", "_function", "_launch", "_nested", "compiled")
+    __slots__ = ("_constexprs", "_device", "_fixed", "_function", "_launch", "_nested", "_run", "compiled")
 
     def __init__(self, compiled: Any, constexprs: int, device: int) -> None:
         self.compiled = compiled
-        self._launch, self._fixed, self._nested = _c_launcher(compiled)
+        self._run = _flat_launcher(compiled)
+        self._launch, self._fixed, self._nested = _c_launcher(compiled, self._run)
         self._function = compiled.function
         # The C launcher skips constexprs, whatever is passed for them.
         self._constexprs = (None,) * constexprs
@@ -133,16 +150,24 @@ class Prepared:
         compiled, runtime = self.compiled, knobs.runtime
         metadata = compiled.launch_metadata(grid, stream, *args)
         hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-        compiled.run(*grid, stream, self._function, compiled.packed_metadata, metadata, *hooks, *args)
+        self._run(*grid, stream, self._function, compiled.packed_metadata, metadata, *hooks, *args)
 
 
-def _c_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bool]:
+def _flat_launcher(compiled: Any) -> Any:
+    """Triton's launcher of a kernel, taking the members of groups one after another."""
+    signature = compiled.src.signature
+    if not any(isinstance(kind, tuple) for kind in signature.values()):
+        return compiled.run
+    members = [m for kind in signature.values() for m in (kind if isinstance(kind, tuple) else (kind,))]
+    return type(compiled.run)(SimpleNamespace(signature=dict(enumerate(members))), compiled.metadata)
+
+
+def _c_launcher(compiled: Any, run: Any) -> tuple[Callable[..., None], tuple[Any, ...], bool]:
     """How to launch: a callable, what it wants between the function and the arguments, and are those one tuple.
 
     Triton's launcher object first looks for scratch memory to allocate; where a kernel needs none, its C function is
     called instead. That function's parameters are known for Triton 3.6 to 3.9; other versions keep the object.
     """
-    run = compiled.run
     packed = compiled.packed_metadata
     needs_more = getattr(run, "gsan_enabled", False) or any(
         getattr(run, size, 1) for size in ("global_scratch_size", "profile_scratch_size")
@@ -168,6 +193,7 @@ class Launcher:
         self.name: str = kernel.fn.__name__
         self.interpreting = interpreting(kernel)
         self._bound: dict[Any, BoundKernel] = {}
+        self._groups = tuple(group_types(kernel))
         self.num_constexprs = 0
         if not self.interpreting:
             flags = [p.is_constexpr for p in kernel.params]
@@ -180,8 +206,8 @@ class Launcher:
     ) -> None:
         """Launch on the arguments' device and its current stream.
 
-        ``args`` are the run-time arguments by position, ``constexprs`` by name. The grid has three entries, all
-        positive.
+        ``args`` are the run-time arguments by position, members of groups one after another; ``constexprs`` by name.
+        The grid has three entries, all positive.
         """
         self.bind(num_warps=num_warps, num_stages=num_stages, **constexprs).prepare(grid, *args)
 
@@ -190,6 +216,18 @@ class Launcher:
     ) -> Prepared | None:
         """Launch as ``__call__`` does and return the specialisation used; None where only Triton can launch."""
         return self.bind(num_warps=num_warps, num_stages=num_stages, **constexprs).prepare(grid, *args)
+
+    def grouped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run-time arguments as Triton takes them: with the members of each group in its NamedTuple."""
+        values = iter(args)
+        found = tuple(
+            next(values) if group is None else group._make(islice(values, len(group._fields)))
+            for group in self._groups
+        )
+        left = len(tuple(values))
+        if left:
+            raise TypeError(f"{self.name}: {left} arguments too many")
+        return found
 
     def bind(self, *, num_warps: int, num_stages: int = 1, **constexprs: Any) -> BoundKernel:
         """This kernel with its constexprs and options fixed: for callers that keep it and launch it again."""
@@ -234,7 +272,7 @@ class BoundKernel:
         if launcher.interpreting or not _IS_CUDA:
             # The interpreter computes with NumPy, where the caller may have asked for errors.
             with np.errstate(all="ignore") if launcher.interpreting else nullcontext():
-                launcher.kernel[grid](*args, **self._constexprs, **self._options)
+                launcher.kernel[grid](*launcher.grouped(args), **self._constexprs, **self._options)
             return None
         device = device_of(args)
         if device != current_device():
@@ -269,6 +307,7 @@ class BoundKernel:
         return prepared
 
     def _compiled(self, grid: Grid, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
+        args = self._launcher.grouped(args)
         return self._launcher.kernel.warmup(*args, grid=grid, **constexprs, **self._options)
 
     def _launch(self, device: int, grid: Grid, args: tuple[Any, ...]) -> Prepared:
@@ -279,7 +318,8 @@ class BoundKernel:
             prepared(grid, *values)
             return prepared
         constexprs = {**FIXED_OPTIONS, **self._constexprs}
-        return self._keep(key, self._launcher.kernel[grid](*args, **constexprs, **self._options))
+        run = self._launcher.kernel[grid]
+        return self._keep(key, run(*self._launcher.grouped(args), **constexprs, **self._options))
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> Prepared:
         launcher, device = self._launcher, key[0]

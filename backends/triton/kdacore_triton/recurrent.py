@@ -15,9 +15,10 @@ import torch
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs
-from kdacore_triton.gate_families import GATES
+from kdacore_triton.gate_families import GATES, beta_kind
 from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
+from kdacore_triton.kernels.groups import CellStrides
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
 from kdacore_triton.stand_ins import staged, written_back
 
@@ -203,10 +204,8 @@ class RecurrentLaunch:
         )
         inputs_reach = [_reach(t.shape, t.stride()) for t in (x.q, x.k, x.v, x.g, x.beta)]
         self.constexprs = {
-            "K": r.K, "V": r.V, "BK": next_power_of_2(r.K), "BV": BV,
-            "SOURCE_K": source[2], "SOURCE_V": source[3], "TARGET_K": target[2], "TARGET_V": target[3],
-            "GATE": GATES[r.gate], "SCALAR": r.scalar_gate, "NORM": r.qk_l2norm,
-            "SIGMOID": r.beta_sigmoid, "BETA_MAX": 2.0 if r.neg_eigval else 1.0,
+            "K": r.K, "V": r.V, "KP": next_power_of_2(r.K), "BV": BV, "POOL": CellStrides(*source[2:], *target[2:]),
+            "GATE": GATES[r.gate], "SCALAR_GATE": r.scalar_gate, "L2NORM": r.qk_l2norm, "BETA": beta_kind(r),
             "READ": _read_mode(r, x), "WRITE": _write_mode(r), "PACKED": r.packed, "ONE": one,
             "WIDE": max(_reach(plan.o_shape, o_strides), *inputs_reach) > _INT32_MAX, "FLAT": flat,
             "TAIL": tail,
@@ -327,12 +326,16 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _read_mode(r: Request, x: RecurrentInputs) -> int:
+    """The kernel's READ: where its states come from."""
     if x.initial_state is None:
-        return 0
-    return {0: 1, 1: 2, 2: 3}[r.state_indices_ndim]
+        return int(kernels.READ_NONE.value)
+    by_rank = (kernels.READ_SEQUENCE, kernels.READ_INDEXED, kernels.READ_ACCEPTED)
+    return int(by_rank[r.state_indices_ndim].value)
 
 
 def _write_mode(r: Request) -> int:
+    """The kernel's WRITE: where its states go."""
     if r.inplace_state:
-        return {0: 1, 1: 2, 2: 3}[r.write_indices_ndim or r.state_indices_ndim]
-    return 1 if r.output_final_state else 0
+        by_rank = (kernels.WRITE_SEQUENCE, kernels.WRITE_INDEXED, kernels.WRITE_EACH)
+        return int(by_rank[r.write_indices_ndim or r.state_indices_ndim].value)
+    return int((kernels.WRITE_SEQUENCE if r.output_final_state else kernels.WRITE_NONE).value)

@@ -55,7 +55,7 @@ def chunk_gate(request: Request, inputs: ChunkGateInputs) -> torch.Tensor:
         (_slots(request) * request.HV, cdiv(request.K, block), 1),
         g, A_log, dt_bias, cu_seqlens, gc, request.T, request.num_chunks, request.N, request.HV,
         request.lower_bound or 0.0,
-        K=request.K, BS=block, C=request.chunk_size, GATE=GATES[request.gate], PACKED=request.packed,
+        K=request.K, BK=block, C=request.chunk_size, GATE=GATES[request.gate], PACKED=request.packed,
         num_warps=4,
     )  # fmt: skip
     return gc
@@ -77,7 +77,7 @@ def chunk_intra_by_token(request: Request, inputs: IntraInputs) -> IntraOutputs:
     _INTRA_TOKEN(
         (r.B * r.T * cdiv(r.HV, heads), 1, 1),
         q, k, gc, beta, cu_seqlens, result.Aqk, low, r.T, r.N, r.H, r.HV, r.scale,
-        K=r.K, BK=_padded(r.K), BH=heads, C=r.chunk_size, PACKED=r.packed,
+        K=r.K, KP=_padded(r.K), BH=heads, C=r.chunk_size, PACKED=r.packed,
         ASM=on_nvidia(r), num_warps=config["token_warps"],
     )  # fmt: skip
     _merge_intra(r, (q, k, gc, beta, cu_seqlens, low, *result), False, config)
@@ -95,7 +95,7 @@ def chunk_intra_by_chunk(request: Request, inputs: IntraInputs) -> IntraOutputs:
         (_slots(r) * (r.chunk_size // SPAN.value) * r.HV, 1, 1),
         q, k, gc, beta, cu_seqlens, _span_levels(r, q), result.Aqk, inverses,
         r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
-        K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BD"]), C=r.chunk_size, PACKED=r.packed,
+        K=r.K, KP=_padded(r.K), BK=min(_padded(r.K), config["BD"]), C=r.chunk_size, PACKED=r.packed,
         DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r),
         num_warps=config["diagonal_warps"], num_stages=config["diagonal_stages"],
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _merge_intra(r: Request, tensors: tuple[Any, ...], inverted: bool, config: c
     _INTRA_MERGE(
         (_slots(r) * r.HV, 1, 1),
         *tensors, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
-        K=r.K, BK=_padded(r.K), BS=min(_padded(r.K), config["BS"]), C=r.chunk_size, INVERTED=inverted,
+        K=r.K, KP=_padded(r.K), BK=min(_padded(r.K), config["BS"]), C=r.chunk_size, INVERTED=inverted,
         PACKED=r.packed, DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r),
         num_warps=config["merge_warps"], num_stages=config["merge_stages"],
     )  # fmt: skip
@@ -146,11 +146,11 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
     w, kg = (torch.empty(wide, dtype=dtype, device=k.device) for _ in range(2))
     u = torch.empty(tall, dtype=dtype, device=k.device)
     qg = None if q is None else torch.empty(wide, dtype=dtype, device=k.device)
-    BK, BV = _padded(r.K), _padded(r.V)
+    KP, VP = _padded(r.K), _padded(r.V)
     _RECOMPUTE(
         (_slots(r) * r.HV, 1, 1),
         q, k, v, beta, gc, Akk, cu_seqlens, w, u, kg, qg, r.T, r.num_chunks, r.N, r.H, r.HV,
-        K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, BV, 64), C=r.chunk_size, PACKED=r.packed,
+        K=r.K, V=r.V, KP=KP, VP=VP, BK=min(KP, VP, 64), C=r.chunk_size, PACKED=r.packed,
         DOT=_dot(r, _product(k, v, Akk)), ASM=on_nvidia(r), num_warps=4,
     )  # fmt: skip
     return RecomputeOutputs(w, u, kg, qg)
@@ -167,12 +167,12 @@ def chunk_state(request: Request, inputs: ChunkStateInputs) -> ChunkStateOutputs
     v_new = torch.empty(u.shape, dtype=_intermediate(u.dtype), device=u.device)
     state_dtype = getattr(torch, r.state_dtype)
     final = torch.empty(r.state_shape, dtype=_intermediate(state_dtype), device=w.device)
-    BK, BV = _padded(r.K), min(_padded(r.V), 64)
+    KP, BV = _padded(r.K), min(_padded(r.V), 64)
     _STATE(
         (r.N * r.HV, cdiv(r.V, BV), 1),
         kg, w, u, gc, initial, cu_seqlens, h, v_new, final, r.T, r.num_chunks, r.HV,
-        K=r.K, V=r.V, BK=BK, BV=BV, C=r.chunk_size, V_FIRST=r.state_v_first, PACKED=r.packed,
-        DOT=_dot(r, _product(kg, w, u)), ASM=on_nvidia(r), num_warps=8 if BK > 128 else 4,
+        K=r.K, V=r.V, KP=KP, BV=BV, C=r.chunk_size, V_FIRST=r.state_v_first, PACKED=r.packed,
+        DOT=_dot(r, _product(kg, w, u)), ASM=on_nvidia(r), num_warps=8 if KP > 128 else 4,
     )  # fmt: skip
     return ChunkStateOutputs(h, v_new, final.to(state_dtype))
 
@@ -182,11 +182,11 @@ def chunk_output(request: Request, inputs: ChunkOutputInputs) -> torch.Tensor:
     r = request
     q, v_new, gc, Aqk, h, cu_seqlens = (dense(x) for x in inputs[:6])
     o = torch.empty((r.B, r.T, r.HV, r.V), dtype=_intermediate(v_new.dtype), device=q.device)
-    BK, BV = _padded(r.K), min(_padded(r.V), 64)
+    KP, BV = _padded(r.K), min(_padded(r.V), 64)
     _OUTPUT(
         (_slots(r) * r.HV, cdiv(r.V, BV), 1),
         q, v_new, gc, Aqk, h, cu_seqlens, o, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
-        K=r.K, V=r.V, BK=BK, BV=BV, BS=min(BK, 64), C=r.chunk_size, PACKED=r.packed,
+        K=r.K, V=r.V, KP=KP, BV=BV, BK=min(KP, 64), C=r.chunk_size, PACKED=r.packed,
         DOT=_dot(r, _product(q, v_new, Aqk, h)), ASM=on_nvidia(r), num_warps=4,
     )  # fmt: skip
     return o.to(v_new.dtype)

@@ -1,100 +1,163 @@
-"""Eager torch calls joined to autograd: the backend's backward, called by hand.
+"""Eager torch calls joined to autograd, in one place: the backend's backward, called by hand.
 
-Imported with the first call that needs gradients: ``torch.compiler.disable`` imports torch's compiler.
+What is run forward and backward is a :class:`Step`: the ordinary one here, or one of recognised calls
+(``kdacore/acceleration/torch_gradients.py``). Imported with the first call that needs gradients:
+``torch.compiler.disable`` imports torch's compiler.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from kdacore import plugin_faults
 from kdacore.arrays.torch.modes import as_given, refuse_wrapped
 from kdacore.arrays.torch.tensor_views import resolved
 from kdacore.errors import UnsupportedError
-from kdacore.types import OutputGrads
+from kdacore.types import OutputGrads, Outputs
 
 if TYPE_CHECKING:
     from kdacore.arrays.base import Plan
 
+_is_tracing = torch.compiler.is_dynamo_compiling
 
-def never_traced(backward: Callable[..., Any]) -> Callable[..., Any]:
+
+class Step(Protocol):
+    """What autograd runs for one call. The backend was fixed by the plan of its forward."""
+
+    visible: int
+    """Results that the caller sees: the first ones. Of three the third, the checkpoints, is not differentiable."""
+
+    def forward(self, arrays: Any) -> tuple[Any, ...] | None:
+        """The visible results, followed by the tensors that are saved beside the inputs. None: it declines the call."""
+        ...
+
+    def backward(self, ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """None for the step, None for its arrays, and one gradient for each of the tensors among them."""
+        ...
+
+
+class CallFunction(torch.autograd.Function):
+    """The one place where a call is joined to autograd.
+
+    ``apply(step, arrays, *tensors)``, of the op's arrays and of the tensors among them, returns what callers see, or
+    None where the step declines.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, arrays: Any, *tensors: Any) -> Any:
+        results = step.forward(arrays)
+        if results is None:
+            return None
+        visible = step.visible
+        ctx.step = step
+        ctx.save_for_backward(*tensors, *results[visible:])
+        if visible == 3:
+            ctx.set_materialize_grads(False)
+            if results[2] is not None:
+                ctx.mark_non_differentiable(results[2])
+        return results[:visible]
+
+    @staticmethod
+    @plugin_faults.guarded
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if _is_tracing():
+            return _untraced(ctx, *grads)
+        return ctx.step.backward(ctx, grads)
+
+
+@torch.compiler.disable
+def _untraced(ctx: Any, *grads: Any) -> Any:
     """Compiled autograd would trace through what a backend does, which takes half a minute where it can be done."""
-    eager = torch.compiler.disable(backward)
-
-    @functools.wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
-        return (eager if torch.compiler.is_dynamo_compiling() else backward)(ctx, *grads)
-
-    return call
+    return CallFunction.backward(ctx, *grads)
 
 
-class WholeFunction(torch.autograd.Function):
-    """Joins forward and backward of the four whole ops. The backend was fixed by the forward's plan."""
+def differentiable(plan: Plan, inputs: Any) -> Any:
+    """Run a plan's forward, joined to autograd. Returns what the forward does, without what it saves."""
+    results = apply(OrdinaryStep(plan, inputs), inputs)
+    return results[0] if plan.request.op == "kda_gate" else Outputs(*results)
 
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *arrays: Any) -> tuple[Any, Any, Any]:
-        outputs = plan.forward(plan.request, plan.inputs(*arrays))
-        ctx.plan, ctx.count = plan, len(arrays)
-        # A host copy of the offsets may be a NumPy array, which autograd cannot save.
-        ctx.others = {i: x for i, x in enumerate(arrays) if x is not None and not isinstance(x, torch.Tensor)}
-        tensors = [x if isinstance(x, torch.Tensor) else None for x in arrays]
-        ctx.save_for_backward(*tensors, *outputs.saved)
-        ctx.set_materialize_grads(False)
-        if outputs.checkpoints is not None:
-            ctx.mark_non_differentiable(outputs.checkpoints)
-        return outputs.o, outputs.final_state, outputs.checkpoints
 
-    @staticmethod
-    @never_traced
-    def backward(ctx: Any, do: Any, dstate: Any, _: Any) -> Any:
-        refuse_wrapped(ctx.plan.request.op, (do, dstate))
+def apply(step: ArraysStep, inputs: Any) -> Any:
+    """Run the forward of a step, joined to autograd. Returns what callers see."""
+    return CallFunction.apply(step, inputs, *[inputs[i] for i in step.places])
+
+
+class ArraysStep:
+    """The part of a step that keeps a call's arrays for its backward.
+
+    Args:
+        op: its name.
+        inputs: the arrays. The tensors among them are saved by autograd; a host copy of the offsets may be a NumPy
+            array, which it cannot save.
+    """
+
+    visible = 3
+
+    def __init__(self, op: str, inputs: Any) -> None:
+        self.op = op
+        self.places = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+        """Those of the tensors among the op's arrays."""
+        self._others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+
+    def gradients(self, arrays: list[Any], saved: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
+        """The gradients of the op's first arrays."""
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """See :class:`Step`."""
+        refuse_wrapped(self.op, grads)
         kept = ctx.saved_tensors  # once: every look unpacks them all, and checkpoint() allows no second
-        arrays = [ctx.others.get(i, x) for i, x in enumerate(kept[: ctx.count])]
-        return None, *backward_of(ctx.plan, arrays, kept[ctx.count :], do, dstate, ctx.needs_input_grad[1:])
+        places, arrays = self.places, self._others.copy()
+        needed = [False] * len(arrays)
+        for i, x, is_needed in zip(
+            places, kept, ctx.needs_input_grad[2:], strict=False
+        ):  # the rest was saved
+            arrays[i], needed[i] = x, is_needed
+        found = wanted(self.gradients(arrays, kept[len(places) :], grads), arrays, needed)
+        return None, None, *[found[i] for i in places]
 
 
-def backward_of(
-    plan: Plan, arrays: Any, saved: tuple[Any, ...], do: Any, dstate: Any, needed: tuple[bool, ...]
-) -> list[Any]:
-    """The backend's backward of a whole op: one gradient for each array, None where none is ``needed``."""
+class OrdinaryStep(ArraysStep):
+    """The step of a call that was not recognised."""
+
+    def __init__(self, plan: Plan, inputs: Any) -> None:
+        super().__init__(plan.request.op, inputs)
+        self._plan = plan
+        if self.op == "kda_gate":
+            self.visible = 1
+
+    def forward(self, arrays: Any) -> tuple[Any, ...]:
+        """See :class:`Step`."""
+        outputs = self._plan.forward(self._plan.request, arrays)
+        return (outputs,) if self.visible == 1 else (*outputs[:3], *outputs.saved)
+
+    def gradients(self, arrays: list[Any], saved: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
+        """See :class:`ArraysStep`."""
+        return gradients_of(self._plan, arrays, saved, grads)
+
+
+def gradients_of(plan: Plan, arrays: Any, saved: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
+    """The backend's backward. ``grads``: of the visible results."""
     with torch.no_grad(), as_given(arrays[0]):
-        given = OutputGrads(_resolved(do), _resolved(dstate))
         held = plan.inputs(*[_resolved(x) for x in arrays])  # a hook may have returned what it liked
-        grads = plan.backward(held, tuple([_resolved(x) for x in saved]), given)
-    return _returned(grads, arrays, needed)
+        if len(grads) == 1:
+            return plan.backward(held, _resolved(grads[0]))
+        given = OutputGrads(_resolved(grads[0]), _resolved(grads[1]))
+        return plan.backward(held, tuple([_resolved(x) for x in saved]), given)
+
+
+def wanted(grads: Any, arrays: Any, needed: Sequence[bool]) -> list[Any]:
+    """One gradient for each of the op's arrays, None where none is needed. To be called in the caller's grad mode."""
+    padded = [*grads, *([None] * (len(arrays) - len(grads)))]
+    found = [g if is_needed else None for g, is_needed in zip(padded, needed, strict=True)]
+    return refuse_twice(found, arrays) if torch.is_grad_enabled() else found  # enabled: create_graph=True
 
 
 def _resolved(x: Any) -> Any:
     return resolved(x) if isinstance(x, torch.Tensor) else x
-
-
-class GateFunction(torch.autograd.Function):
-    """Joins forward and backward of ``kda_gate``."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *arrays: Any) -> Any:
-        ctx.plan = plan
-        ctx.save_for_backward(*arrays)
-        return plan.forward(plan.request, plan.inputs(*arrays))
-
-    @staticmethod
-    @never_traced
-    def backward(ctx: Any, dlog: Any) -> Any:
-        refuse_wrapped(ctx.plan.request.op, (dlog,))
-        arrays, plan = ctx.saved_tensors, ctx.plan
-        with torch.no_grad(), as_given(arrays[0]):
-            grads = plan.backward(plan.inputs(*[_resolved(x) for x in arrays]), resolved(dlog))
-        return None, *_returned(grads, arrays, ctx.needs_input_grad[1:])
-
-
-def _returned(grads: Any, arrays: Any, needed: tuple[bool, ...]) -> list[Any]:
-    """One gradient for each array input, None where none was asked for."""
-    padded = [*grads, *([None] * (len(arrays) - len(grads)))]
-    found = [g if is_needed else None for g, is_needed in zip(padded, needed, strict=True)]
-    return refuse_twice(found, arrays) if torch.is_grad_enabled() else found  # enabled: create_graph=True
 
 
 def refuse_twice(grads: list[Any], arrays: Any) -> list[Any]:

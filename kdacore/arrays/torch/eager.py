@@ -14,12 +14,11 @@ import torch
 
 from kdacore import device as probes
 from kdacore.arrays.base import ADAPTERS, Memory
-from kdacore.arrays.torch.fast_path import family_test, tensor_test
 from kdacore.arrays.torch.modes import as_given, autocasts, is_wrapped, refuse_transforms
 from kdacore.arrays.torch.tensor_views import PLAIN, problem_of, refuse_subclasses, resolve
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, OpDef
-from kdacore.types import ArrayKind, Device, FastCall, GateInputs, Outputs, Request, TensorSpec
+from kdacore.types import ArrayKind, Device, Request, TensorSpec
 
 if TYPE_CHECKING:
     from kdacore.arrays.base import Extent, Plan, Run
@@ -41,10 +40,9 @@ class _TorchAdapter:
     immutable = False
     knows_grad = True
 
-    def __init__(self) -> None:
-        self.array_test = tensor_test
-        self.family_test = family_test
-        self.fast_path: Any = None
+    def __init__(self, recognisable: bool) -> None:
+        self.recognisable = recognisable
+        self.seen_calls: Any = None
 
     def runner(self, plan: Plan, inputs: Any) -> Run:
         return _runner(plan, inputs)
@@ -152,11 +150,6 @@ class _TorchAdapter:
             return address, address + x.nbytes, True
         return (*Memory(*self.memory(x)).bounds(), False)  # type: ignore[misc]
 
-    def fast_gradients(self, plan: Plan, request: Request, inputs: Any) -> FastCall | None:
-        from kdacore.arrays.torch import fast_gradients  # here: as for autograd in _run
-
-        return fast_gradients.fast_gradients(plan, request, inputs)
-
     def run(self, plan: Plan, inputs: Any) -> Any:
         return _runner(plan, inputs)(plan, inputs)
 
@@ -188,9 +181,7 @@ def _run(plan: Plan, inputs: Any) -> Any:
         return plan.forward(plan.request, inputs)
     from kdacore.arrays.torch import autograd  # here: it imports torch's compiler, which takes a second
 
-    if isinstance(inputs, GateInputs):
-        return autograd.GateFunction.apply(plan, *inputs)
-    return Outputs(*autograd.WholeFunction.apply(plan, *inputs))
+    return autograd.differentiable(plan, inputs)
 
 
 def _run_as_given(plan: Plan, inputs: Any) -> Any:
@@ -198,8 +189,8 @@ def _run_as_given(plan: Plan, inputs: Any) -> Any:
         return _run(plan, inputs)
 
 
-TORCH = _TorchAdapter()
-TORCH_SUBCLASS = _TorchAdapter()
+TORCH = _TorchAdapter(recognisable=True)
+TORCH_SUBCLASS = _TorchAdapter(recognisable=False)
 """The adapter of tensor subclasses (fake tensors, DTensor, ...): only torch's own dispatcher knows how to run them."""
 
 

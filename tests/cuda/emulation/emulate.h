@@ -16,10 +16,13 @@ typedef unsigned short u16;
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define KDA_KERNEL(threads, blocks) static void
+#define KDA_KERNEL(threads, blocks) \
+  constexpr u32 block_threads = threads; \
+  static void
 #define KDA_CLUSTER(size)
 #define OFFSET(structure, field) ((u32)offsetof(structure, field))
 #define KDA_SHARED(name) unsigned char* name = emu::me->block->shared.data()
+#define KDA_SHARED_BYTES(...) constexpr u32 shared_bytes[] = {__VA_ARGS__}
 #define KDA_PARAM
 
 struct float2 { float x, y; };

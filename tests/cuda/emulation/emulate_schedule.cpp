@@ -95,7 +95,7 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
   while (left) {
     bool progress = false;
     for (size_t i = order.size() - 1; i; --i) std::swap(order[i], order[chance() % (i + 1)]);
-    for (int w : order) {
+    const auto run_warp = [&](int w) {
       for (int lane = 0; lane < 32; ++lane) {
         Fiber& f = fibers[w * 32 + lane];
         if (f.done || (f.wait_on && (*f.wait_on & f.wait_mask) == f.wait_value)) continue;
@@ -112,6 +112,9 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
         }
         left -= me->done;
       }
+    };
+    for (int w : order) {
+      if (w != starved) run_warp(w);
     }
     while (!late.empty() && (!progress || chance() % 4 == 0)) {
       const size_t i = chance() % late.size();
@@ -119,6 +122,7 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
       late.erase(late.begin() + i);
       progress = true;
     }
+    if (!progress && starved >= 0 && starved < (int)warps.size()) run_warp(starved);
     if (!progress) report_deadlock(fibers);
   }
   if (!late.empty()) {

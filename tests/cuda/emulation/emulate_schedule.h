@@ -9,6 +9,7 @@ namespace emu {
 // In which order clusters begin; CUDA promises none.
 enum Dispatch { FORWARDS, BACKWARDS, SHUFFLED };
 inline int dispatch = FORWARDS;
+inline int starved = -1;  // this warp of each cluster runs only while no other can
 // Null, or what was wrong.
 const char* run(std::function<void()> kernel, int grid, int cluster_size, int threads, int shared, u32 seed);
 void meet_block(int id, u32 count);  // at a named barrier; 0 is the block's

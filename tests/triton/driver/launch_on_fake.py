@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +53,19 @@ def kernel(x, y, absent, n, one, wide, scale, flag, SIZE: tl.constexpr, NAME: tl
         tl.store(y + i, v)
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@triton.jit(do_not_specialize=["n"])
+def grouped_kernel(arrays: Pair, n, numbers: Pair, absent: Pair, SIZES: tl.constexpr):
+    v = tl.load(arrays.first + n + tl.arange(0, SIZES[0])).to(tl.float32) * numbers.first + numbers.second
+    if absent.first is not None:
+        v += tl.load(absent.second)
+    tl.store(arrays.second + tl.arange(0, SIZES[0]), v)
+
+
 def launched(call) -> tuple:
     before = lib.fake_last().contents.launches
     call()
@@ -88,6 +102,37 @@ P, I32, I64, F32, I1 = 8, 4, 8, 4, 1
 compare(17, 1, 5, False, 4, [P, P, I32, I32, F32, I1, P, P])
 compare(16, 1, 2**40, True, 2, [P, P, P, I32, I64, F32, I1, P, P])
 compare(1, 2, 48, False, 1, [P, P, I32, I32, F32, I1, P, P])
+
+
+def groups() -> None:
+    """Members of groups are handed over one after another, with what Triton's own launch of the tuples hands over."""
+    x, y = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    lib.fake_expect(7, (ctypes.c_int * 7)(P, P, I32, F32, I32, P, P))
+    options = {"enable_fp_fusion": True, "SIZES": (64, 1), "num_warps": 1, "num_stages": 1}
+    grid = (2, 1, 1)
+    want = launched(lambda: grouped_kernel[grid](Pair(x, y), 3, Pair(0.5, 6), Pair(None, None), **options))
+    assert want[4][:2] == (x.data_ptr(), y.data_ptr()) and want[4][2] == 3 and want[4][4] == 6, want[4]
+    launcher = Launcher(grouped_kernel)
+    args, bound = (x, y, 3, 0.5, 6, None, None), launcher.bind(SIZES=(64, 1), num_warps=1)
+    first = launched(lambda: bound(grid, *args))
+    again = launched(lambda: bound(grid, *args))
+    prepared = bound.prepare(grid, *args)
+    fixed = prepared.fix(grid, *args[2:])
+    most = launched(lambda: fixed([x.data_ptr(), y.data_ptr()]))
+    names: list[str] = []
+    triton.knobs.runtime.launch_enter_hook.add(hook := lambda metadata: names.append(metadata.get()["name"]))
+    hooked = launched(lambda: prepared(grid, x.data_ptr(), y.data_ptr(), *args[2:]))
+    triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert names == ["grouped_kernel"], names
+    for name, got in (("first", first), ("again", again), ("fixed", most), ("hooked", hooked)):
+        assert got == want, (name, got, want)
+    fixed_launch = FixedLaunch(launcher, DEVICE, grid, args[2:], {"SIZES": (64, 1)}, 1)
+    for _ in range(2):
+        got = launched(lambda: fixed_launch(x, y))
+        assert got == want, (got, want)
+
+
+groups()
 
 
 def prefers_l1() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from kdacore import config
@@ -68,7 +69,7 @@ def gather_headers(source: str) -> dict[str, str]:
     """
     generated = generated_headers()
     found: dict[str, str] = {}
-    waiting = _INCLUDE.findall(source)
+    waiting = [*_includes(source)]
     while waiting:
         name = waiting.pop()
         if name in found:
@@ -77,8 +78,14 @@ def gather_headers(source: str) -> dict[str, str]:
         if text is None:
             text = (CSRC / name).read_text()
         found[name] = text
-        waiting += _INCLUDE.findall(text)
+        waiting += _includes(text)
     return dict(sorted(found.items()))
+
+
+@cache
+def _includes(text: str) -> tuple[str, ...]:
+    """What a source includes itself. Most headers are common to many kernels."""
+    return tuple(_INCLUDE.findall(text))
 
 
 def nvrtc_options(kernel: KernelSource, arch: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kdacore_cuda.build.cubin_contents import LaunchSizes
 from kdacore_cuda.build.kernel_source import KernelSource
 
 FOLDER = Path(__file__).parent.parent / "cubins"
@@ -23,7 +24,8 @@ MANIFEST = "manifest.json"
 Row = dict[str, Any]
 """What the manifest says of one cubin. ``file``: its name; ``source``: the key of its sources
 (:func:`kdacore_cuda.build.kernel_source.source_key`); ``sha256``: of its content; ``nvrtc``: the
-compiler's version; ``registers``, ``stack``, ``spills``: of one thread, the last two in bytes."""
+compiler's version; ``registers``, ``stack``, ``spills``: of one thread, the last two in bytes; ``threads``,
+``parameters``, ``shared``: :class:`kdacore_cuda.build.cubin_contents.LaunchSizes`."""
 _REQUIRED = ("file", "source", "sha256")
 _FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")
 
@@ -87,6 +89,24 @@ def find_packaged(kernel: KernelSource, arch: str, key: str, folder: Path = FOLD
     compiled from.
     """
     return load_row(cached_manifest(folder).get(row_name(kernel, arch)), key, folder)
+
+
+def find_packaged_sizes(
+    kernel: KernelSource, arch: str, key: str, folder: Path = FOLDER
+) -> LaunchSizes | None:
+    """The sizes of launches that the manifest records. None when there are none, or when ``key`` is not that of the
+    sources they were read from."""
+    row = cached_manifest(folder).get(row_name(kernel, arch))
+    return recorded_sizes(row) if row is not None and row["source"] == key else None
+
+
+def recorded_sizes(row: Row) -> LaunchSizes | None:
+    """Those of one row of the manifest; None when it has none, or not only numbers."""
+    shared = row.get("shared")
+    numbers = [row.get("threads"), row.get("parameters"), *shared] if isinstance(shared, list) else [None]
+    if not all(isinstance(number, int) for number in numbers):
+        return None
+    return LaunchSizes(row["threads"], row["parameters"], tuple(row["shared"]))
 
 
 def load_row(row: Row | None, key: str, folder: Path) -> bytes | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
+from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import (
     FOLDER,
@@ -17,6 +18,7 @@ from kdacore_cuda.build.packaged_cubins import (
     is_cubin_file,
     load_row,
     read_manifest,
+    recorded_sizes,
     row_arch,
     row_name,
     write_manifest,
@@ -75,7 +77,7 @@ def _build(kernel: KernelSource, arch: str, before: Row | None, folder: Path) ->
     was kept."""
     key = source_key(kernel, arch)
     cubin = load_row(before, key, folder)
-    if before is not None and cubin is not None and "spills" in before:
+    if before is not None and cubin is not None and "spills" in before and recorded_sizes(before):
         return before, len(cubin), True
     built = compile_kernel(kernel, arch)
     row = {
@@ -84,6 +86,7 @@ def _build(kernel: KernelSource, arch: str, before: Row | None, folder: Path) ->
         "sha256": hashlib.sha256(built.cubin).hexdigest(),
         "nvrtc": nvrtc_version(),
         **built.usage()._asdict(),
+        **read_launch_sizes(built.cubin, kernel.entry)._asdict(),
     }
     (folder / row["file"]).write_bytes(built.cubin)
     return row, len(built.cubin), False

@@ -3,7 +3,6 @@ programs through the handler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,16 +10,16 @@ import jax.numpy as jnp
 
 from kdacore.arrays.jax_meshes import summed_like
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_cuda.forms import chunk_forward_launches
-from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import launches as chunk_backward_launches
+from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.backward.launches import INPUTS
+from kdacore_cuda.forms.chunk_launches import launches_of
+from kdacore_cuda.forms.chunk_numbers import chunk_slots
+from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.jax.batching import run_batched
-from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results
+from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results, written_rows
 from kdacore_cuda.jax.partitioning import run_partitioned
 from kdacore_cuda.kernel_parameters import SUM_SCALE
 from kdacore_cuda.runtime.device_figures import planned
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
 
 
 def forward(request: Request, inputs: ChunkInputs) -> Outputs:
@@ -72,8 +71,7 @@ def given_to_kernels(request: Request, inputs: ChunkInputs) -> Arrays:
 
 
 def _run_forward(request: Request, arrays: Any, groups: int) -> Arrays:
-    r = request
-    made = chunk_forward_launches.launches_of(r, g_type=arrays["g"].dtype.name)
+    r, launches = request, launches_of(request)
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     states, in_place = state_results(r, arrays)
     results |= states
@@ -82,46 +80,38 @@ def _run_forward(request: Request, arrays: Any, groups: int) -> Arrays:
         results["checkpoints"] = (r.checkpoint_shape, r.state_dtype)
         if r.packed or r.pool_size:  # no kernel writes the unused rows
             cleared.append("checkpoints")
-    if made.workspace_bytes:
-        results["workspace"] = ((made.workspace_bytes,), "uint8")
-    found = make_launches(r, made.arch, made.launches, arrays, results, in_place, cleared)
-    found.pop("workspace", None)
-    return found
+    found = make_launches(r, launches, arrays, results, in_place, cleared, written_rows(r))
+    return {name: found[name] for name in results}
 
 
 def _run_backward(request: Request, arrays: Any, groups: int) -> Arrays:
     """Two calls of the handler, so that the memory of the first can become gradients."""
     r = request
-    wanted: Any = InputGrads(*(r.has(x) for x in InputGrads._fields))
-    made = chunk_backward_launches.launches_of(r, chunk_backward.plan_of(r).strides, wanted)
-    given = {"h0" if name == "initial_state" else name: x for name, x in arrays.items()}
-    inputs = {name: given[name] for name in INPUTS if name in given}
-    flows = {name: given[name] for name in ("d_o", "d_ht") if name in given}
-
-    results: dict[str, Form] = {
-        "both": ((made.both_bytes,), "uint8"),
-        "first": ((made.first_bytes,), "uint8"),
-    }
-    if "h0" in given:
-        results["d_h0"] = form_of(given["h0"])
-    first = present(made.first, {*inputs, *flows, *results})
-    before = make_launches(r, made.arch, first, inputs | flows, results)
-
-    arguments = inputs | {"d_o": given["d_o"], "both": before["both"]}
-    gradients = gradients_behind_scan(r, made, arguments, groups)
-    if "h0" in given:
+    made = backward_launches.launches_of(r, wanted_of(r), sums_to_caller=groups > 1)
+    inputs = {name: arrays[name] for name in INPUTS if name in arrays}
+    flows = {name: arrays[name] for name in ("d_o", "d_ht") if name in arrays}
+    results: dict[str, Form] = {}
+    if "initial_state" in arrays:
+        results["d_h0"] = form_of(arrays["initial_state"])
+    before = make_launches(r, made.first, inputs | flows, results)
+    arguments = inputs | {"d_o": arrays["d_o"], "both": before["both"]}
+    gradients = gradients_behind_scan(r, made.second, arguments, groups)
+    if "initial_state" in arrays:
         gradients["initial_state"] = before["d_h0"]
     return gradients
 
 
-def gradients_behind_scan(
-    r: Request, made: chunk_backward_launches.BackwardLaunches, given: Arrays, groups: int
-) -> Arrays:
+def wanted_of(r: Request) -> InputGrads:
+    """The gradients of all that a call has."""
+    return InputGrads(*[r.has(name) for name in InputGrads._fields])
+
+
+def gradients_behind_scan(r: Request, launches: Launches, given: Arrays, groups: int) -> Arrays:
     """The second group of a backward's launches.
 
     Args:
         r: the call.
-        made: its launches.
+        launches: those, with sums left to the caller if there are several groups.
         given: the arrays of the call, ``d_o`` and ``both``.
         groups: as of :class:`kdacore_cuda.jax.batching.Run`.
 
@@ -130,29 +120,13 @@ def gradients_behind_scan(
     """
     results: dict[str, Form] = {f"d{x}": form_of(given[x]) for x in ("q", "k", "v", "g", "beta")}
     results["both, written"] = form_of(given["both"])  # the gradients kernel leaves sums in it
-    buffers: dict[str, Form] = {
-        "second": ((made.second_bytes,), "uint8"),
-        "zeroed": ((made.zeroed_floats,), "float32"),
-    }
-    results |= {name: form for name, form in buffers.items() if form[0][0]}
     shared = [x for x in ("A_log", "dt_bias") if x in given]
-    second = list(made.second)
     if groups == 1:
         results |= {_SUMS[x]: form_of(given[x]) for x in shared}
     else:  # a sum for each group, by XLA, of what the gradients kernel leaves for each chunk
-        slots = chunk_backward.plan_of(r).slots
-        results |= {_PARTS[x]: ((slots, given[x].size), "float32") for x in shared}
-        places = {_PARTS[x]: (_PARTS[x], 0) for x in shared}
-        second = [
-            x._replace(arrays={**x.arrays, **places}) if x.name == "grads" else x
-            for x in second
-            if x.name != "sums"
-        ]
-    after = make_launches(
-        *(r, made.arch, present(second, {*given, *results}), given, results),
-        in_place={"both, written": "both"},
-        cleared=["zeroed"] if "zeroed" in results else [],
-    )
+        results |= {_PARTS[x]: ((chunk_slots(r), given[x].size), "float32") for x in shared}
+    cleared = [_PARTS[x] for x in shared] if groups > 1 and r.packed else []
+    after = make_launches(r, launches, given, results, {"both, written": "both"}, cleared)
     gradients = {x: after[f"d{x}"] for x in ("q", "k", "v", "g", "beta")}
     for x in shared:
         if groups == 1:
@@ -179,11 +153,3 @@ _SUMS = {"A_log": "d_A", "dt_bias": "d_bias"}
 def form_of(x: Any) -> Form:
     """That of an array."""
     return x.shape, x.dtype.name
-
-
-def present(launches: Iterable[PlannedLaunch], names: set[str]) -> list[PlannedLaunch]:
-    """The launches without the arrays that this call does not have."""
-    return [
-        x._replace(arrays={field: place for field, place in x.arrays.items() if place[0] in names})
-        for x in launches
-    ]

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import mesh_axes, out_struct, varying
 from kdacore.types import Request
+from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
-from kdacore_cuda.runtime.launch_program import Clear, InPlace, Step, make_program
+from kdacore_cuda.runtime.program import Clear, InPlace, Program, Step
 
 Form = tuple[tuple[int, ...], str]
 """Shape and dtype of an array."""
@@ -25,45 +26,56 @@ Arrays = dict[str, Any]
 
 def make_launches(
     request: Request,
-    arch: str,
-    steps: Sequence[Step],
+    launches: Launches,
     arguments: Mapping[str, Any],
     results: Mapping[str, Form],
     in_place: Mapping[str, str] | None = None,
     cleared: Sequence[str] = (),
+    same: Mapping[str, str] | None = None,
 ) -> Arrays:
     """One call of the handler.
 
     Args:
         request: as :func:`kdacore_cuda.runtime.device_figures.planned` returns it.
-        arch: the real architecture whose machine code to use.
-        steps: the launches, in order.
+        launches: of contiguous arrays.
         arguments: arrays that they read, row-major as XLA hands them over.
-        results: arrays that they write. XLA allocates them.
+        results: arrays that they write. XLA allocates them, and the buffers.
         in_place: result -> argument whose memory it is. XLA copies an argument that is still used; the handler
             copies one for which XLA has not kept to this.
         cleared: results that are zero before the first launch.
+        same: further names of arguments.
 
     Returns:
-        The results by name.
+        The results by name, and the buffers.
     """
+    buffers: dict[str, Form] = {
+        name: ((size,), "uint8") for name, size in launches.buffers.items() if size and name not in arguments
+    }
+    results = {**results, **buffers}
     names, given = tuple(arguments), tuple(arguments.values())
-    first: list[Step] = [InPlace(x, name, _bytes(results[name])) for name, x in (in_place or {}).items()]
-    first += [Clear(name, _bytes(results[name])) for name in cleared]
+    in_place = in_place or {}
+    sizes = {f"bytes of {name}": _bytes(results[name]) for name in (*in_place, *cleared)}
+    first: list[Step] = [InPlace(x, name, f"bytes of {name}") for name, x in in_place.items()]
+    first += [Clear(name, f"bytes of {name}") for name in cleared]
+    plain, numbers = launches.program, launches.numbers | sizes
+    arrays = {*plain.arrays, *arguments, *results}
+    program = Program((*first, *plain.steps), sorted(arrays), tuple(numbers), plain.one_segment)
     capability = int("".join(filter(str.isdigit, request.device.arch)))
-    program = make_program(
-        *((*first, *steps), names, tuple(results), arch, capability, multiprocessors_of(request))
+    words, cubins = program.words(
+        *(launches.arch, capability, multiprocessors_of(request), names, tuple(results)),
+        own=program.pack_numbers(numbers),
+        same=same or {},
     )
-    xla_handler.add_kernels(program.cubins)
+    xla_handler.add_kernels(cubins)
     axes = mesh_axes(*given)
-    aliases = {names.index(x): tuple(results).index(name) for name, x in (in_place or {}).items()}
+    aliases = {names.index(x): tuple(results).index(name) for name, x in in_place.items()}
     call = jax.ffi.ffi_call(
         xla_handler.TARGET,
         [_result(form, given) for form in results.values()],
         input_output_aliases=aliases,
         vmap_method="sequential",
     )
-    made = call(*(varying(x, axes) for x in given), program=program.words)
+    made = call(*(varying(x, axes) for x in given), program=words)
     return dict(zip(results, made, strict=True))
 
 
@@ -90,6 +102,12 @@ def given_arrays(request: Request, inputs: Any) -> Arrays:
     if "dt_bias" in given and not request.scalar_gate:
         given["dt_bias"] = given["dt_bias"].reshape(request.HV, request.K)
     return given
+
+
+def written_rows(r: Request) -> dict[str, str]:
+    """Further names of index arrays: the rows that are written are those read where no others are named."""
+    named = r.written_indices if r.inplace_state else ""
+    return {"write_indices": named} if named and named != "write_indices" else {}
 
 
 def state_results(r: Request, arrays: Mapping[str, Any]) -> tuple[dict[str, Form], dict[str, str]]:

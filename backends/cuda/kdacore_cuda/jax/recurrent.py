@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from kdacore.types import Outputs, RecurrentInputs, Request
-from kdacore_cuda.forms.recurrent.launches import launch_of
-from kdacore_cuda.forms.recurrent.sizes import plan_of
+from kdacore_cuda.forms.recurrent.launches import launches_of
 from kdacore_cuda.jax.batching import run_batched
-from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results
+from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches, state_results, written_rows
 from kdacore_cuda.jax.partitioning import run_partitioned
 from kdacore_cuda.runtime.device_figures import planned
 
@@ -37,5 +36,4 @@ def _run(request: Request, arrays: Any, groups: int) -> Arrays:
     r = request
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     states, in_place = state_results(r, arrays)
-    launch = launch_of(r)
-    return make_launches(r, plan_of(r).arch, [launch], arrays, results | states, in_place)
+    return make_launches(r, launches_of(r), arrays, results | states, in_place, same=written_rows(r))

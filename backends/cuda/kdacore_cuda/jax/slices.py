@@ -13,16 +13,20 @@ import jax.numpy as jnp
 
 from kdacore.arrays.jax_meshes import summed_like
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, SliceForward
-from kdacore_cuda.forms.slices import launches as chunk_slices_launches
-from kdacore_cuda.forms.slices.launches import GIVEN
+from kdacore_cuda.forms.slices.launches import (
+    GIVEN,
+    BackwardSliceLaunches,
+    backward_launches,
+    forward_launches,
+)
 from kdacore_cuda.jax import chunk as jax_chunk
 from kdacore_cuda.jax.batching import run_looped
-from kdacore_cuda.jax.chunk import form_of, given_to_kernels, gradients_behind_scan, present, saturated
+from kdacore_cuda.jax.chunk import form_of, given_to_kernels, gradients_behind_scan, saturated, wanted_of
 from kdacore_cuda.jax.launch import Arrays, Form, make_launches
 from kdacore_cuda.runtime.device_figures import planned
 
 STATE = (128, 128)
-_CARRIED = ("workspace", "segment_starts")
+_CARRIED = ("workspace", "saved")
 """Buffers from the first half of a forward to the second."""
 
 
@@ -95,52 +99,46 @@ def _states(count: int, r: Request) -> Form:
 
 
 def _run_begin(request: Request, arrays: Any, groups: int) -> Arrays:
-    made = chunk_slices_launches.forward_launches(request)
+    made = forward_launches(request)
     results: dict[str, Form] = {x: _states(made.results, request) for x in ("M", "C")}
-    results["workspace"] = ((made.workspace_bytes,), "uint8")
-    results["segment_starts"] = ((made.segment_starts_bytes,), "uint8")
-    found = make_launches(request, made.arch, made.begin, arrays, results)
-    if made.as_whole:
-        return {x: found[x] for x in ("M", "C")}
-    return found
+    found = make_launches(request, made.begin, arrays, results)
+    return found if made.finish is not None else {x: found[x] for x in results}
 
 
 def _run_finish(request: Request, arrays: Any, groups: int) -> Arrays:
-    r, made = request, chunk_slices_launches.forward_launches(request)
+    r, made = request, forward_launches(request)
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     if r.output_final_state:
         results["final_state"] = _states(r.N, r)
     if r.checkpoint_every:
         results["checkpoints"] = (r.checkpoint_shape, r.state_dtype)
-    written, in_place = _written(arrays, "segment_starts")
-    found = make_launches(r, made.arch, made.finish, arrays, results | written, in_place)
+    if made.finish is None:
+        raise ValueError("the results of this slice come from a whole call")
+    written, in_place = _written(arrays, "saved")
+    found = make_launches(r, made.finish, arrays, results | written, in_place)
     return {x: found[x] for x in results}
 
 
 def _run_backward_begin(request: Request, arrays: Any, groups: int) -> Arrays:
-    made = chunk_slices_launches.backward_launches(request)
-    sizes = {
-        "operands": made.operands_bytes,
-        "borders": made.borders_bytes,
-        "both": made.gradients.both_bytes,
-    }
-    results: dict[str, Form] = {name: ((size,), "uint8") for name, size in sizes.items()}
-    results["d_slice_start"] = _states(made.results, request)
-    launches = present(made.begin, {*arrays, *results})
-    return make_launches(request, made.gradients.arch, launches, arrays, results)
+    made = _backward(request, groups)
+    return make_launches(request, made.begin, arrays, {"d_slice_start": _states(made.results, request)})
 
 
 def _run_backward_finish(request: Request, arrays: Any, groups: int) -> Arrays:
     """Two calls of the handler, so that the operands' memory can become gradients."""
-    r, made = request, chunk_slices_launches.backward_launches(request)
+    r, made = request, _backward(request, groups)
     inputs = {name: arrays[name] for name in GIVEN if name in arrays} | {"d_o": arrays["d_o"]}
     used = inputs | {x: arrays[x] for x in ("starts", "ends", "operands", "borders", "both")}
     written, in_place = _written(arrays, "borders", "both")
     results = {"d_starts": _states(r.N, r), **written}
-    before = make_launches(r, made.gradients.arch, made.scan, used, results, in_place)
+    before = make_launches(r, made.scan, used, results, in_place)
     given = inputs | {"both": before["both, written"]}
     gradients = gradients_behind_scan(r, made.gradients, given, groups)
     return gradients | {"initial_state": before["d_starts"]}
+
+
+def _backward(r: Request, groups: int) -> BackwardSliceLaunches:
+    return backward_launches(r, wanted_of(r), sums_to_caller=groups > 1)
 
 
 def _written(arrays: Arrays, *names: str) -> tuple[dict[str, Form], dict[str, str]]:

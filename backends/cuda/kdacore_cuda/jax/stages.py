@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
-from kdacore_cuda.forms.stages.launches import launch_of
-from kdacore_cuda.forms.stages.sizes import plan_of
+from kdacore_cuda.forms.stages.launches import ARRAYS, launches_of
 from kdacore_cuda.jax.batching import run_batched
 from kdacore_cuda.jax.launch import Arrays, Form, given_arrays, make_launches
 from kdacore_cuda.runtime.device_figures import planned
@@ -24,8 +23,9 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
 
 
 def _run(request: Request, arrays: Any, groups: int) -> Arrays:
-    r, launch = request, launch_of(request)
+    r, results = request, ARRAYS[request.op].results
     widths = {"Aqk": r.chunk_size, "Akk": r.chunk_size, "w": r.K, "u": r.V, "kg": r.K, "qg": r.K}
-    made = [name for name, _ in launch.arrays.values() if name in widths and name not in arrays]
-    forms: dict[str, Form] = {name: ((r.B, r.T, r.HV, widths[name]), r.dtype) for name in made}
-    return make_launches(r, plan_of(r).arch, [launch], arrays, forms)
+    forms: dict[str, Form] = {
+        name: ((r.B, r.T, r.HV, widths[name]), r.dtype) for name in results if name != "qg" or "q" in arrays
+    }
+    return make_launches(r, launches_of(r), arrays, forms)

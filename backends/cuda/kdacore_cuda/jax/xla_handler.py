@@ -1,68 +1,36 @@
-"""Registering with XLA the handler that makes our launches: the packaged native one, else one in
-Python."""
+"""Registering with XLA the handler that makes our launches."""
 
 from __future__ import annotations
 
-import ctypes
-import secrets
 import threading
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax.ffi
 
-from kdacore.errors import PerformanceWarning
-from kdacore_cuda.build import packaged_cubins, packaged_handlers
-from kdacore_cuda.jax import python_handler as ffi_callback
+from kdacore_cuda.jax import python_handler
 from kdacore_cuda.jax.xla_interface import Handler
-from kdacore_cuda.runtime import driver
+from kdacore_cuda.runtime import driver, executor
+from kdacore_cuda.runtime.native_executor import NativeExecutor
+from kdacore_cuda.runtime.program import FORMAT
 
-TARGET = "kdacore_cuda.launch.1"
+TARGET = f"kdacore_cuda.launch.{FORMAT}"
 """What XLA knows the handler by. The number is the format of the programs that it is given."""
 
 
-def load_native(
-    path: Path, library: str = driver.LIBRARY, entry: str = "kdacore_ffi_execute"
-) -> Handler | str:
-    """The handler in the library ``path``, launching through the driver ``library``; or why it does
-    not load."""
-    try:
-        native = ctypes.CDLL(str(path))
-    except OSError as error:
-        return str(error)
-    native.kdacore_ffi_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64]
-    native.kdacore_ffi_open.restype = ctypes.c_char_p
-    native.kdacore_ffi_add_kernel.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
-    wrong = native.kdacore_ffi_open(
-        library.encode(), str(packaged_cubins.FOLDER).encode(), secrets.randbits(62)
-    )
-    if wrong:
-        return str(wrong.decode())
-
-    def add_kernel(identity: int, cubin: bytes) -> None:
-        if native.kdacore_ffi_add_kernel(identity, cubin, len(cubin)):
-            raise MemoryError("no room for another kernel in the XLA handler")
-
-    return Handler(getattr(native, entry), add_kernel)
+def native_handler(native: NativeExecutor, entry: str = "kdacore_ffi_execute") -> Handler:
+    """The handler in the library of the native executor."""
+    return Handler(getattr(native.library, entry), native.add_kernel)
 
 
 def load() -> Handler:
-    """The handler of this process. Warns where it is not the native one.
+    """The handler of this process, by its executor.
 
     Raises OSError where there is no driver.
     """
-    found = packaged_handlers.find_handler()
-    native = found if isinstance(found, str) else load_native(found)
-    if isinstance(native, Handler):
-        return native
-    warnings.warn(
-        f"kdacore's native XLA handler does not load ({native}); calls from JAX are launched by Python, "
-        "tens of microseconds each and milliseconds beside a busy Python thread",
-        PerformanceWarning,
-        stacklevel=2,
-    )
-    return ffi_callback.make_handler(driver.driver())
+    here = executor.executor()
+    if isinstance(here, NativeExecutor):
+        return native_handler(here)
+    return python_handler.make_handler(here)
 
 
 _lock = threading.Lock()

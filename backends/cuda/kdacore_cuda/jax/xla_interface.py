@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kdacore.types import Reason, Request
+from kdacore.verifiers import reads_no_lengths
 
 API_VERSIONS = ((0, 3), (0, 4))
 """Versions of XLA's interface to handlers (xla/ffi/api/c_api.h) that the handler was read against:
@@ -42,6 +43,7 @@ def api_version() -> tuple[int, int] | None:
     return (found["MAJOR"], found["MINOR"]) if len(found) == 2 else None
 
 
+@reads_no_lengths
 def known_version(request: Request) -> Reason | None:
     """A verifier: calls from JAX go through this interface, whose versions are not interchangeable."""
     if request.kind != "jax" or (found := api_version()) in API_VERSIONS:

@@ -7,6 +7,7 @@ and taking the lock.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,8 +19,33 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has not used CUDA yet, such as a new one of
 autograd's."""
+_CONFIG = struct.Struct("<7I4xQQI4x")
+"""CUlaunchConfig: grid, block, shared memory, stream, attributes, their number."""
+_ATTRIBUTE = struct.Struct("<i4xi60x")
+"""CUlaunchAttribute."""
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _P = ctypes.c_void_p
 _U = ctypes.c_uint
+
+
+def launch_attribute() -> ctypes.Array[ctypes.c_char]:
+    """The attribute of launches that may start before the previous one has ended."""
+    return ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+
+
+def launch_config(
+    grid: int,
+    threads: int,
+    shared: int,
+    stream: int,
+    attribute: ctypes.Array[ctypes.c_char],
+    overlaps: bool,
+) -> ctypes.Array[ctypes.c_char]:
+    """A CUlaunchConfig, which points to ``attribute`` and counts it if the launch ``overlaps``."""
+    blocks = (grid, 1, 1, threads, 1, 1, shared)
+    return ctypes.create_string_buffer(
+        _CONFIG.pack(*blocks, stream, ctypes.addressof(attribute), int(overlaps))
+    )
 
 
 class DriverError(RuntimeError):
@@ -56,17 +82,6 @@ class Driver:
             self._dll.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(call, code, (text.value or b"unknown error").decode())
 
-    def recover(self, code: int, device: int, *arguments: object) -> None:
-        """Handle the error ``code`` that :attr:`launch` returned for ``arguments``.
-
-        Where the thread had no context, launches again with torch's on ``device``. Raises
-        DriverError if that fails too, and for every other error.
-        """
-        if code == NO_CONTEXT:
-            self.make_current(device)
-            code = self.launch(*arguments)
-        self.check("cuLaunchKernelEx", code)
-
     def make_current(self, device: int) -> None:
         """Make the context that torch uses on ``device`` current in the calling thread. DriverError
         if that fails."""
@@ -75,10 +90,15 @@ class Driver:
         self.check("cuDevicePrimaryCtxRetain", code)
         self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
 
-    def current_device(self) -> int:
-        """The device of the calling thread's context. DriverError if it has none."""
+    def current_device(self, or_that_of: int | None = None) -> int:
+        """The device of the calling thread's context. Where it has none, torch's context on ``or_that_of`` is made
+        current if that is given. DriverError if there is none then."""
         device = ctypes.c_int()
-        self.check("cuCtxGetDevice", self._dll.cuCtxGetDevice(ctypes.byref(device)))
+        code = self._dll.cuCtxGetDevice(ctypes.byref(device))
+        if code == NO_CONTEXT and or_that_of is not None:
+            self.make_current(or_that_of)
+            code = self._dll.cuCtxGetDevice(ctypes.byref(device))
+        self.check("cuCtxGetDevice", code)
         return device.value
 
     def _attribute(self, attribute: int, device: int) -> int:
@@ -102,12 +122,17 @@ class Driver:
         major, minor = (self._attribute(x, device) for x in _CAPABILITY)
         return 10 * major + minor
 
-    def clusters_at_once(self, kernel: int, config: int, device: int) -> int:
-        """How many clusters of a kernel with a cluster size of its own run at once, launched as the CUlaunchConfig
-        at ``config`` says. Counts the multiprocessors that the calling thread's context may use, which are fewer
-        than the device's in a green context or an MPS partition. DriverError if refused."""
+    def clusters_at_once(
+        self, kernel: int, cluster: int, threads: int, shared: int, overlaps: bool, device: int
+    ) -> int:
+        """How many clusters of a kernel with a cluster size of its own run at once, of blocks of ``threads`` and
+        ``shared`` bytes; ``overlaps``: in launches that may start before the previous one has ended. Counts the
+        multiprocessors that the calling thread's context may use, which are fewer than the device's in a green
+        context or an MPS partition. DriverError if refused."""
         count = ctypes.c_int()
-        arguments = (ctypes.byref(count), _P(kernel), _P(config))
+        attribute = launch_attribute()
+        config = launch_config(cluster, threads, shared, 0, attribute, overlaps)
+        arguments = (ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config)))
         code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
         if code == NO_CONTEXT:
             self.make_current(device)

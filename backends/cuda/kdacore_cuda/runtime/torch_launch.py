@@ -1,92 +1,27 @@
-"""Launches on torch's device and stream: every launch of the backend goes through this module."""
+"""Torch's devices, streams and memory as launches need them."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from kdacore_cuda.runtime.driver import driver
-from kdacore_cuda.runtime.launch_sequence import LaunchSequence, StartAll
-from kdacore_cuda.runtime.launcher import Launcher
-from kdacore_cuda.runtime.prepacked_launch import PrepackedLauncher, Start
+from kdacore.arrays.torch.private import allocator as allocator
+from kdacore_cuda.runtime import driver, executor
+from kdacore_cuda.runtime.launcher import overlaps_launches
+from kdacore_cuda.runtime.program import cubin_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from kdacore_cuda.runtime.launcher import Launcher
+    from kdacore_cuda.runtime.program import Program
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 """Index of the current CUDA device."""
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """Handle of the current stream of a CUDA device."""
-
-
-def launch(launcher: Launcher, grid: int, arch: str, like: torch.Tensor, values: tuple[Any, ...]) -> None:
-    """Launch ``grid`` blocks on the current stream of ``like``'s device. A grid of 0 launches
-    nothing.
-
-    Args:
-        launcher: the kernel.
-        grid: blocks.
-        arch: the real architecture whose cubin to load.
-        like: a tensor on the device.
-        values: the kernel's parameters, in the struct's order.
-
-    Raises BackendBuildError or DriverError.
-    """
-    if not grid:
-        return
-    index = like.get_device()
-    if current_device() == index:
-        launcher(grid, index, arch, current_stream(index), values)
-        return
-    with torch.cuda.device(index):
-        launcher(grid, index, arch, current_stream(index), values)
-
-
-def run(sequence: LaunchSequence, arch: str, like: torch.Tensor, *addresses: int) -> None:
-    """Make all launches of a sequence on the current stream of ``like``'s device.
-
-    Args:
-        sequence: the launches.
-        arch: the real architecture whose cubins to load.
-        like: a tensor on the device.
-        addresses: of the arrays that the sequence names; 0 for an absent one.
-
-    Raises BackendBuildError or DriverError.
-    """
-    index = like.get_device()
-    if current_device() != index:
-        with torch.cuda.device(index):
-            return _start_of(sequence, arch, index)(current_stream(index), *addresses)
-    return _start_of(sequence, arch, index)(current_stream(index), *addresses)
-
-
-def _start_of(sequence: LaunchSequence, arch: str, index: int) -> StartAll:
-    start = sequence.starts.get(index)
-    if start is None:
-        start = sequence.starts[index] = sequence_start(sequence, arch, index)
-    return start
-
-
-def prepacked_start(launcher: PrepackedLauncher, grid: int, arch: str, index: int) -> Start:
-    """The launch of ``grid`` blocks on device ``index``, which must be current. A grid of 0
-    launches nothing.
-
-    Raises BackendBuildError or DriverError.
-    """
-    if not grid:
-        return lambda stream, values: None
-    return launcher.start_for(grid, index, arch)
-
-
-def sequence_start(sequence: LaunchSequence, arch: str, index: int) -> StartAll:
-    """The function that makes all launches of a sequence on device ``index``, which must be
-    current.
-
-    Raises BackendBuildError or DriverError.
-    """
-    return sequence.start_for(index, arch)
 
 
 @cache
@@ -101,16 +36,20 @@ def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
     asked; 0 where there is no device to ask. Raises BackendBuildError or DriverError."""
     if not torch.cuda.is_available():
         return 0
-    if current_device() == index:
-        return launcher.clusters_at_once(index, arch)
     with torch.cuda.device(index):
-        return launcher.clusters_at_once(index, arch)
+        identity, cubin = cubin_of(launcher.kernel, arch)
+        here = executor.executor()
+        here.add_kernel(identity, cubin)
+        handle = here.handle(identity, launcher.kernel.entry, launcher.shared, index)
+        cluster = dict(launcher.kernel.defines)["CLUSTER"]
+        launch = cluster, launcher.threads, launcher.shared, overlaps_launches(arch)
+        return driver.driver().clusters_at_once(handle, *launch, index)
 
 
 @cache
 def memory_rate(index: int) -> int:
     """Bytes a second that the memory of the CUDA device ``index`` delivers at most."""
-    return driver().memory_rate(index)
+    return driver.driver().memory_rate(index)
 
 
 def architecture(index: int) -> str:
@@ -120,3 +59,26 @@ def architecture(index: int) -> str:
         return ""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
+
+
+def run(
+    program: Program, numbers: bytes, arch: str, like: torch.Tensor, arrays: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Make the launches of a program on the current stream of ``like``'s device.
+
+    Args:
+        program: the launches.
+        numbers: those it takes (:meth:`kdacore_cuda.runtime.program.Program.pack_numbers`).
+        arch: the real architecture whose machine code to load.
+        like: a tensor on the device.
+        arrays: by their names in the program; the address of an absent one is 0.
+
+    Raises BackendBuildError or DriverError.
+    """
+    index = like.get_device()
+    at = [0 if (x := arrays.get(name)) is None else x.data_ptr() for name in program.arrays]
+    values = program.pack_addresses(*at) + numbers
+    if current_device() != index:
+        with torch.cuda.device(index):
+            return executor.start_of(program, arch, index)(current_stream(index), values)
+    return executor.start_of(program, arch, index)(current_stream(index), values)

@@ -6,8 +6,23 @@ import triton
 import triton.language as tl
 
 from .chunk_backward_io import load_rows, load_vector
-from .common import LARGEST, LOG2E, exp2, held, held_as, log2_decay, product, reciprocal, sigmoid
-from .common import gate_rate as rate_of
+from .common import (
+    BETA_GIVEN,
+    BETA_SIGMOID,
+    BETA_TWICE_SIGMOID,
+    GATE_LOG,
+    GATE_SIGMOID,
+    GATE_SOFTPLUS,
+    LARGEST,
+    LOG2E,
+    exp2,
+    held,
+    held_as,
+    log2_decay,
+    product,
+    reciprocal,
+    sigmoid,
+)
 
 SHRINK = tl.constexpr(2.0**-7)
 """What a chunk's terms are multiplied by before they are added. There are at most 64."""
@@ -15,10 +30,10 @@ SHRINK = tl.constexpr(2.0**-7)
 
 @triton.jit
 def activated_beta(b, rows, SIZE: tl.constexpr, BETA: tl.constexpr):
-    """beta as the recurrence uses it, 0 past the end. BETA 0: given; 1: sigmoid; 2: twice the sigmoid."""
-    if BETA == 1:
+    """beta as the recurrence uses it, 0 past the end."""
+    if BETA == BETA_SIGMOID:
         b = sigmoid(b)
-    elif BETA == 2:
+    elif BETA == BETA_TWICE_SIGMOID:
         b = 2.0 * sigmoid(b)
     return tl.where(tl.arange(0, SIZE) < rows, b, 0.0)
 
@@ -26,57 +41,46 @@ def activated_beta(b, rows, SIZE: tl.constexpr, BETA: tl.constexpr):
 @triton.jit
 def beta_grad(db, raw, BETA: tl.constexpr):
     """Gradient of beta as given, from the gradient of beta as used."""
-    if BETA != 0:
+    if BETA != BETA_GIVEN:
         s = sigmoid(raw)
         db *= BETA * s * (1.0 - s)
     return db
 
 
 @triton.jit
-def store_beta_grad(
-    dbeta, beta, db, start, rows, HV, hv, FIRST: tl.constexpr, SIZE: tl.constexpr, BETA: tl.constexpr
-):  # fmt: skip
+def store_beta_grad(dbeta, beta, db, at, FIRST: tl.constexpr, SIZE: tl.constexpr, BETA: tl.constexpr):
     """Stores the gradient of beta as given, from that of beta as used, for SIZE rows of a chunk from FIRST on."""
     row = FIRST + tl.arange(0, SIZE)
-    at = (start + row) * HV + hv
-    raw = tl.load(beta + at, mask=row < rows, other=0.0).to(tl.float32)
-    tl.store(dbeta + at, beta_grad(db, raw, BETA).to(dbeta.dtype.element_ty), mask=row < rows)
+    cell = (at.start + row) * at.HV + at.hv
+    raw = tl.load(beta + cell, mask=row < at.rows, other=0.0).to(tl.float32)
+    tl.store(dbeta + cell, beta_grad(db, raw, BETA).to(dbeta.dtype.element_ty), mask=row < at.rows)
 
 
 @triton.jit
-def gate_input(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def gate_input(g, dt_bias, at, cols, SIZE: tl.constexpr):
     """``g + dt_bias`` as a float32 tile ``[SIZE, cols]``."""
-    x = load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE).to(tl.float32)
-    if HAS_BIAS:
-        x += held(tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32))[None, :]
+    x = load_rows(g, at.start, at.rows, at.HV * at.K, at.hv * at.K, cols, at.K, SIZE).to(tl.float32)
+    if dt_bias is not None:
+        x += held(tl.load(dt_bias + at.hv * at.K + cols, mask=cols < at.K, other=0.0).to(tl.float32))[None, :]
     return x
 
 
 @triton.jit
-def gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def gate_tile(g, dt_bias, at, cols, SIZE: tl.constexpr):
     """:func:`gate_input` with channels as rows: ``[cols, SIZE]``."""
-    x = tl.trans(load_rows(g, start, rows, HV * K, hv * K, cols, K, SIZE)).to(tl.float32)
-    if HAS_BIAS:
-        x += held(tl.load(dt_bias + hv * K + cols, mask=cols < K, other=0.0).to(tl.float32))[:, None]
+    x = tl.trans(load_rows(g, at.start, at.rows, at.HV * at.K, at.hv * at.K, cols, at.K, SIZE)).to(tl.float32)
+    if dt_bias is not None:
+        x += held(tl.load(dt_bias + at.hv * at.K + cols, mask=cols < at.K, other=0.0).to(tl.float32))[:, None]
     return x
 
 
 @triton.jit
-def gate_input_scalar(g, dt_bias, start, rows, HV, hv, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def gate_input_scalar(g, dt_bias, at, SIZE: tl.constexpr):
     """``g + dt_bias`` of a gate with one value per head: float32 ``[SIZE]``."""
-    x = load_vector(g, start, rows, HV, hv, SIZE)
-    if HAS_BIAS:
-        x += held(tl.load(dt_bias + hv).to(tl.float32))
+    x = load_vector(g, at.start, at.rows, at.HV, at.hv, SIZE)
+    if dt_bias is not None:
+        x += held(tl.load(dt_bias + at.hv).to(tl.float32))
     return x
-
-
-@triton.jit
-def gate_rate(A_log, hv, HAS_A: tl.constexpr):
-    """``exp(A_log)`` of the head, 1 without A_log."""
-    a = 1.0
-    if HAS_A:
-        a = rate_of(tl.load(A_log + hv))
-    return a
 
 
 @triton.jit
@@ -95,7 +99,7 @@ def log2_bound(lower_bound):
 @triton.jit
 def steps(x, a_exp, lower_bound, inside, GATE: tl.constexpr, ASM: tl.constexpr):
     """log2 decay of each row from ``x = g + dt_bias``, 0 where not ``inside``."""
-    if GATE == 2:
+    if GATE == GATE_SIGMOID:
         y = log2_bound(lower_bound) * reciprocal(1.0 + exp2(held(x) * bounded_rate(a_exp), ASM), ASM)
     else:
         y = log2_decay(x, a_exp, lower_bound, GATE)
@@ -122,9 +126,9 @@ def gate_grads(
     ``x`` is ``g + dt_bias``, ``step`` its log2 decay as :func:`steps` gives it; ``KIND``: the gradient's dtype, whose
     largest number a bounded gate's are held to. Where the unbounded gate has a gradient, its slope is at most 30.
     """
-    if GATE == 0:
+    if GATE == GATE_LOG:
         dx = dstep
-    elif GATE == 1:
+    elif GATE == GATE_SOFTPLUS:
         slope = -a_exp * reciprocal(1.0 + exp2(x * -LOG2E, ASM), ASM)
         # Far below 0 the slope is the decay itself. There exp(x) may be no normal number, and a rate much larger than 1
         # make something of it.
@@ -140,9 +144,9 @@ def gate_grads(
         else:
             dx = held(dx)
     dx = tl.where(inside, dx, 0.0)
-    if GATE == 1:
+    if GATE == GATE_SOFTPLUS:
         da = tl.where(inside, dstep * (step * (1.0 / LOG2E)), 0.0)
-    elif GATE == 2:
+    elif GATE == GATE_SIGMOID:
         da = dx * held(x)
     else:
         da = dx
@@ -152,7 +156,7 @@ def gate_grads(
 @triton.jit
 def gate_grad_as(dx, GATE: tl.constexpr, KIND: tl.constexpr):
     """The gradient of the raw gate for a store as KIND. Only that of float16 is still to be held."""
-    if GATE == 2 and tl.float16 == KIND:
+    if GATE == GATE_SIGMOID and tl.float16 == KIND:
         dx = held_as(dx, KIND)
     return dx
 
@@ -160,7 +164,7 @@ def gate_grad_as(dx, GATE: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def sum_bias(dx, axis: tl.constexpr, GATE: tl.constexpr):
     """The sum over a chunk's tokens of the gradient of the raw gate, which :func:`held_sum` takes to its size."""
-    if GATE == 2:
+    if GATE == GATE_SIGMOID:
         dx *= SHRINK
     return tl.sum(dx, axis)
 
@@ -168,6 +172,6 @@ def sum_bias(dx, axis: tl.constexpr, GATE: tl.constexpr):
 @triton.jit
 def held_sum(total, GATE: tl.constexpr):
     """The inverse of what :func:`sum_bias` multiplies by. A bounded gate's largest gradients add up to no infinity."""
-    if GATE == 2:
+    if GATE == GATE_SIGMOID:
         total = held(total * (1.0 / SHRINK))
     return total

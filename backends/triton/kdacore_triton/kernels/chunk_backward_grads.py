@@ -38,7 +38,6 @@ import triton.language as tl
 from .chunk_backward_gate import (
     gate_grad_as,
     gate_grads,
-    gate_rate,
     gate_tile,
     has_gradient,
     held_sum,
@@ -59,16 +58,26 @@ from .chunk_backward_io import (
 from .chunk_backward_levels import S, block, level_grads, store_block
 from .chunk_backward_sums import rounded, split_bf16, sum_tokens, sum_tokens_exact
 from .common import chunk_of_program, exp2, mma, mma_acc, product
+from .gate_and_beta import load_gate_rate
+from .groups import Gradients, Inputs, Place, ScannedTiles
 
 C = tl.constexpr(64)
 
 
 @triton.jit
-def value_grads(v, dv, dr, b, start, rows, HV, hv, vs, V):
+def second_half(at):
+    """The place of a chunk's second half."""
+    return Place(at.start + S, at.rows - S, at.H, at.h, at.HV, at.hv, at.K, at.V)
+
+
+@triton.jit
+def value_grads(v, dv, dr, b, at, vs):
     """Stores dv of one half; returns its part of dbeta."""
     dr = tl.trans(dr).to(tl.float32)
-    store_rows(dv, b[:, None] * dr, start, rows, HV * V, hv * V, vs, V, S)
-    return tl.sum(product(dr, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32)), 1)
+    stride = at.HV * at.V
+    first = at.hv * at.V
+    store_rows(dv, b[:, None] * dr, at.start, at.rows, stride, first, vs, at.V, S)
+    return tl.sum(product(dr, load_rows(v, at.start, at.rows, stride, first, vs, at.V, S).to(tl.float32)), 1)
 
 
 @triton.jit
@@ -85,10 +94,11 @@ def store_pairs(pairs_q, pairs_k, A, L, diagonal):
 
 @triton.jit
 def value_part(
-    v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V,
+    v, dv, do, vT, drT, pairs_q, pairs_k, row_values, at, scale,
     VP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Everything without key channels: dv, dAqk, dL, and the part of dbeta from v."""
+    later = second_half(at)
     t = tl.arange(0, S)
     b0 = tl.load(row_values + ROW_BETA * C + t)
     b1 = tl.load(row_values + ROW_BETA * C + S + t)
@@ -105,15 +115,15 @@ def value_part(
         vs = first + tl.arange(0, BV)
         tall = vs[:, None] * C + t[None, :]
         v0 = tl.load(vT + tall)
-        do0 = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(dtype)
+        do0 = load_rows(do, at.start, at.rows, at.HV * at.V, at.hv * at.V, vs, at.V, S).to(dtype)
         A00 = mma_acc(do0, v0, A00, DOT)
         dr0 = tl.load(drT + tall)
-        db0 += value_grads(v, dv, dr0, b0, start, rows, HV, hv, vs, V)
+        db0 += value_grads(v, dv, dr0, b0, at, vs)
         L00 = mma_acc(tl.trans(dr0), v0, L00, DOT)
-        do1 = load_rows(do, start + S, rows - S, HV * V, hv * V, vs, V, S).to(dtype)
+        do1 = load_rows(do, later.start, later.rows, at.HV * at.V, at.hv * at.V, vs, at.V, S).to(dtype)
         A10 = mma_acc(do1, v0, A10, DOT)
         dr1 = tl.load(drT + tall + S)
-        db1 += value_grads(v, dv, dr1, b1, start + S, rows - S, HV, hv, vs, V)
+        db1 += value_grads(v, dv, dr1, b1, later, vs)
         L10 = mma_acc(tl.trans(dr1), v0, L10, DOT)
         v1 = tl.load(vT + tall + S)
         A11 = mma_acc(do1, v1, A11, DOT)
@@ -131,36 +141,26 @@ def value_part(
 
 
 @triton.jit
-def channels(x, start, rows, row_stride, first, cols, width):
-    """float32 tile ``[cols, S]`` of one half."""
-    return tl.trans(load_rows(x, start, rows, row_stride, first, cols, width, S)).to(tl.float32)
-
-
-@triton.jit
-def normalised(x, start, rows, row_stride, first, cols, width, norms, L2NORM: tl.constexpr):
-    """:func:`channels` of q or k, times the reciprocal norms at ``norms``."""
-    x = channels(x, start, rows, row_stride, first, cols, width)
+def normalised(x, at, cols, norms, L2NORM: tl.constexpr):
+    """float32 tile ``[cols, S]`` of one half of q or k, times the reciprocal norms at ``norms``."""
+    x = tl.trans(load_rows(x, at.start, at.rows, at.H * at.K, at.h * at.K, cols, at.K, S)).to(tl.float32)
     if L2NORM:
         x *= tl.load(norms + tl.arange(0, S))[None, :]
     return x
 
 
 @triton.jit
-def gate_steps(
-    g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def gate_steps(g, dt_bias, a_exp, lower_bound, at, cols, GATE: tl.constexpr, ASM: tl.constexpr):
     """log2 decays of one half, ``[cols, S]``."""
-    x = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
-    inside = (cols < K)[:, None] & (tl.arange(0, S) < rows)[None, :]
+    x = gate_tile(g, dt_bias, at, cols, S)
+    inside = (cols < at.K)[:, None] & (tl.arange(0, S) < at.rows)[None, :]
     return steps(x, a_exp, lower_bound, inside, GATE, ASM)
 
 
 @triton.jit
 def finish_half(
-    q1, k1, dqt, x, col, dgc, passing, later_sum, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
-    start, rows, HV, hv, cols, K, kb,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+    q1, k1, dqt, x, col, dgc, passing, later_sum, inputs, grads, row_values, a_exp, lower_bound, at, cols, kb,
+    GATE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Stores dg, dq, dk of one half; returns its sums over tokens for dt_bias and A_log."""
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
@@ -168,30 +168,33 @@ def finish_half(
     dstep = sum_tokens_exact(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     if WIDE_OPERANDS:
         dstep += sum_tokens_exact(passing, t[:, None] < t[None, :], DOT)
-    xg = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
-    inside = (cols < K)[:, None] & (t < rows)[None, :]
+    xg = gate_tile(inputs.g, inputs.dt_bias, at, cols, S)
+    inside = (cols < at.K)[:, None] & (t < at.rows)[None, :]
     step = steps(xg, a_exp, lower_bound, inside, GATE, ASM)
     differentiable = inside & has_gradient(step, DOT)
-    kind: tl.constexpr = dg.dtype.element_ty
+    stride = at.HV * at.K
+    first = at.hv * at.K
+    kind: tl.constexpr = grads.dg.dtype.element_ty
     dx, da = gate_grads(dstep, xg, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
-    store_rows(dg, tl.trans(gate_grad_as(dx, GATE, kind)), start, rows, HV * K, hv * K, cols, K, S)
+    store_rows(
+        grads.dg, tl.trans(gate_grad_as(dx, GATE, kind)), at.start, at.rows, stride, first, cols, at.K, S
+    )
     tl.store(row_values + (ROW_DBETA + 1 + kb) * C + t, tl.sum(product(k1, x), 0))
     own = tl.load(row_values + ROW_DIAGONAL * C + t)[None, :]
     dqt += own * k1
     x *= tl.load(row_values + ROW_BETA * C + t)[None, :]
     x += col + own * q1
-    store_rows(dq, tl.trans(dqt), start, rows, HV * K, hv * K, cols, K, S)
-    store_rows(dk, tl.trans(x), start, rows, HV * K, hv * K, cols, K, S)
+    store_rows(grads.dq, tl.trans(dqt), at.start, at.rows, stride, first, cols, at.K, S)
+    store_rows(grads.dk, tl.trans(x), at.start, at.rows, stride, first, cols, at.K, S)
     return sum_bias(dx, 1, GATE), tl.sum(da, 1)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def chunk_backward_grads_kernel(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, row_values, hT, dhT, vT, drT, pairs_q, pairs_k,
-    dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+    inputs: Inputs, do, row_values, scanned: ScannedTiles, pairs_q, pairs_k, grads: Gradients,
     scale, lower_bound, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -200,44 +203,42 @@ def chunk_backward_grads_kernel(
     ``dq`` and ``dk`` have HV heads. With L2NORM they are gradients of the normalised q and k: no program has all the
     channels of a row.
     """
-    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(inputs.cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         if PACKED:
-            store_zero_grads(
-                dq, dk, dv, dg, dbeta, cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, False, C
-            )
+            store_zero_grads(grads, inputs.cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, False, C)
         return
     h = hv // (HV // H)
     tile = pid.to(tl.int64)
-    vT += tile * (VP * C)
-    drT += tile * (VP * C)
-    hT += tile * (VP * KP)
-    dhT += tile * (VP * KP)
+    vT = scanned.vT + tile * (VP * C)
+    drT = scanned.drT + tile * (VP * C)
+    hT = scanned.hT + tile * (VP * KP)
+    dhT = scanned.dhT + tile * (VP * KP)
     pairs_q += tile * (C * C)
     pairs_k += tile * (C * C)
     row_values += tile * ROWS
     dtype = vT.dtype.element_ty
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
-    value_part(v, dv, do, vT, drT, pairs_q, pairs_k, row_values, start, rows, scale, HV, hv, V, VP, BV, DOT)
+    at = Place(start, rows, H, h, HV, hv, K, V)
+    value_part(inputs.v, grads.dv, do, vT, drT, pairs_q, pairs_k, row_values, at, scale, VP, BV, DOT)
     tl.debug_barrier()
 
     t = tl.arange(0, S)[:, None]
     r = tl.arange(0, S)[None, :]
-    later = start + S
-    beyond = rows - S
+    later = second_half(at)
     norms_q = row_values + ROW_RQ * C
     norms_k = row_values + ROW_RK * C
-    a_exp = gate_rate(A_log, hv, HAS_A)
+    a_exp = load_gate_rate(inputs.A_log, hv)
     da = 0.0
     for kb in range(KP // BK):
         cols = kb * BK + tl.arange(0, BK)
         # The second half. Its pairs across the boundary and its sums first need some values of the first half.
-        step = gate_steps(g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
+        step = gate_steps(inputs.g, inputs.dt_bias, a_exp, lower_bound, at, cols, GATE, ASM)
         hi, lo = split_bf16(step, DOT)
         total0 = tl.sum(step, 1)
-        k0_left = normalised(k, start, rows, H * K, h * K, cols, K, norms_k, L2NORM)
+        k0_left = normalised(inputs.k, at, cols, norms_k, L2NORM)
         k0_left *= exp2(sum_tokens(hi, lo, t > r, DOT), ASM)
-        step = gate_steps(g, dt_bias, a_exp, lower_bound, later, beyond, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
+        step = gate_steps(inputs.g, inputs.dt_bias, a_exp, lower_bound, later, cols, GATE, ASM)
         hi, lo = split_bf16(step, DOT)
         total1 = tl.sum(step, 1)
         dqt = tl.zeros([BK, S], tl.float32)
@@ -256,15 +257,15 @@ def chunk_backward_grads_kernel(
             col0 = mma_acc(dht, tl.load(vT + tall), col0, DOT)
             col = mma_acc(dht, tl.load(vT + tall + S), col, DOT)
             x = mma_acc(ht, tl.load(drT + tall + S), x, DOT)
-            do1 = load_rows(do, later, beyond, HV * V, hv * V, vs, V, S).to(dtype)
+            do1 = load_rows(do, later.start, later.rows, HV * V, hv * V, vs, V, S).to(dtype)
             dqt = mma_acc(ht, tl.trans(do1), dqt, DOT)
         carried *= exp2(total0 + total1, ASM)
         from_left = tl.sum(k0_left * col0, 1) * exp2(total1, ASM)
         later_right = carried + from_left
         if not WIDE_OPERANDS:
             carried = later_right
-        q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
-        k1 = normalised(k, later, beyond, H * K, h * K, cols, K, norms_k + S, L2NORM)
+        q1 = normalised(inputs.q, later, cols, norms_q + S, L2NORM)
+        k1 = normalised(inputs.k, later, cols, norms_k + S, L2NORM)
         b = tl.load(row_values + ROW_BETA * C + S + r)
         f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
         before = exp2(total0, ASM)[:, None]
@@ -289,18 +290,18 @@ def chunk_backward_grads_kernel(
             q1, k1, b, hi, lo, pairs_q + S * C + S, pairs_k + S * C + S, dqt, x, col, dgc, DOT, ASM
         )
         dbias, da1 = finish_half(
-            q1, k1, dqt, x, col, dgc, passing, later_right, g, dt_bias, dq, dk, dg, row_values + S, a_exp, lower_bound,
-            later, beyond, HV, hv, cols, K, kb, GATE, HAS_BIAS, DOT, ASM,
+            q1, k1, dqt, x, col, dgc, passing, later_right, inputs, grads, row_values + S, a_exp, lower_bound, later,
+            cols, kb, GATE, DOT, ASM,
         )  # fmt: skip
 
         # The first half. Its pairs across the boundary first need some values of the second half.
         f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
-        q1 = normalised(q, later, beyond, H * K, h * K, cols, K, norms_q + S, L2NORM)
+        q1 = normalised(inputs.q, later, cols, norms_q + S, L2NORM)
         p = mma(q1 * f, block(pairs_q, S, 0), DOT)
-        k1 = normalised(k, later, beyond, H * K, h * K, cols, K, norms_k + S, L2NORM)
+        k1 = normalised(inputs.k, later, cols, norms_k + S, L2NORM)
         b = tl.load(row_values + ROW_BETA * C + S + r)
         p = mma_acc(b * k1 * f, block(pairs_k, S, 0), p, DOT)
-        step = gate_steps(g, dt_bias, a_exp, lower_bound, start, rows, HV, hv, cols, K, GATE, HAS_BIAS, ASM)
+        step = gate_steps(inputs.g, inputs.dt_bias, a_exp, lower_bound, at, cols, GATE, ASM)
         hi, lo = split_bf16(step, DOT)
         dqt = tl.zeros([BK, S], tl.float32)
         x = tl.zeros([BK, S], tl.float32)
@@ -314,8 +315,8 @@ def chunk_backward_grads_kernel(
             x = mma_acc(ht, tl.load(drT + tall), x, DOT)
             do0 = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(dtype)
             dqt = mma_acc(ht, tl.trans(do0), dqt, DOT)
-        q1 = normalised(q, start, rows, H * K, h * K, cols, K, norms_q, L2NORM)
-        k1 = normalised(k, start, rows, H * K, h * K, cols, K, norms_k, L2NORM)
+        q1 = normalised(inputs.q, at, cols, norms_q, L2NORM)
+        k1 = normalised(inputs.k, at, cols, norms_k, L2NORM)
         b = tl.load(row_values + ROW_BETA * C + r)
         f = exp2(sum_tokens(hi, lo, t <= r, DOT), ASM)
         dqt *= f * scale
@@ -329,19 +330,19 @@ def chunk_backward_grads_kernel(
         passing = k1 * col
         dqt, x, col, dgc = level_grads(q1, k1, b, hi, lo, pairs_q, pairs_k, dqt, x, col, dgc, DOT, ASM)
         dbias0, da0 = finish_half(
-            q1, k1, dqt, x, col, dgc, passing, carried + across, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound,
-            start, rows, HV, hv, cols, K, kb, GATE, HAS_BIAS, DOT, ASM,
+            q1, k1, dqt, x, col, dgc, passing, carried + across, inputs, grads, row_values, a_exp, lower_bound, at,
+            cols, kb, GATE, DOT, ASM,
         )  # fmt: skip
-        if HAS_BIAS:
-            tl.store(dbias_part + tile * KP + cols, held_sum(dbias + dbias0, GATE))
-        if HAS_A:
+        if inputs.dt_bias is not None:
+            tl.store(grads.dbias_part + tile * KP + cols, held_sum(dbias + dbias0, GATE))
+        if inputs.A_log is not None:
             da += tl.sum(da0 + da1, 0)
 
-    if HAS_A:
-        tl.store(dA_part + pid, da)
+    if inputs.A_log is not None:
+        tl.store(grads.dA_part + pid, da)
     tl.debug_barrier()
     c = tl.arange(0, C)
     db = tl.load(row_values + ROW_DBETA * C + c)
     for kb in range(KP // BK):
         db += tl.load(row_values + (ROW_DBETA + 1 + kb) * C + c)
-    store_beta_grad(dbeta, beta, db, start, rows, HV, hv, 0, C, BETA)
+    store_beta_grad(grads.dbeta, inputs.beta, db, at, 0, C, BETA)

@@ -30,7 +30,6 @@ import triton.language as tl
 from .chunk_backward_gate import (
     gate_grad_as,
     gate_grads,
-    gate_rate,
     gate_tile,
     held_sum,
     steps,
@@ -40,6 +39,8 @@ from .chunk_backward_gate import (
 from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, store_rows, store_zero_grads
 from .chunk_backward_sums import split_bf16, sum_tokens, sum_tokens_exact
 from .common import chunk_of_program, exp2, mma, mma_acc, product
+from .gate_and_beta import load_gate_rate
+from .groups import Gradients, Inputs, OffsetOperands, Place, ScannedTiles
 from .prefetch import prefetch_rows, prefetch_tile
 
 
@@ -51,22 +52,24 @@ def operand_half(x, side, KP: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def value_half(v, do, dv, vT, drT, b, start, rows, HV, hv, vs, V, side, S: tl.constexpr):
+def value_half(v, do, dv, vT, drT, b, at, vs, side, S: tl.constexpr):
     """Stores dv of one half. Returns do ``[S, vs]``, v' ``[vs, S]``, dr ``[S, vs]`` and the part of dbeta from v."""
     tall = side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :]
-    start += side * S
-    rows -= side * S
+    start = at.start + side * S
+    rows = at.rows - side * S
+    stride = at.HV * at.V
+    first = at.hv * at.V
     dr = tl.trans(tl.load(drT + tall))
     d = dr.to(tl.float32)
-    store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, S)
-    db = tl.sum(product(d, load_rows(v, start, rows, HV * V, hv * V, vs, V, S).to(tl.float32)), 1)
-    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V, S).to(vT.dtype.element_ty)
+    store_rows(dv, b[:, None] * d, start, rows, stride, first, vs, at.V, S)
+    db = tl.sum(product(d, load_rows(v, start, rows, stride, first, vs, at.V, S).to(tl.float32)), 1)
+    dot = load_rows(do, start, rows, stride, first, vs, at.V, S).to(vT.dtype.element_ty)
     return dot, tl.load(vT + tall), dr, db
 
 
 @triton.jit
 def state_grads(
-    hT, do, drT, aq, ax, start, rows, HV, hv, V, side,
+    hT, do, drT, aq, ax, at, side,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Adds ``(do S^T)^T`` and ``(dr S^T)^T`` of one half to aq and ax, ``[KP, S]``."""
@@ -76,7 +79,7 @@ def state_grads(
         dr = tl.load(drT + side * S + vs[:, None] * (2 * S) + tl.arange(0, S)[None, :])
         ht = tl.trans(tl.load(hT + vs[:, None] * KP + cols[None, :]))
         ax = mma_acc(ht, dr, ax, DOT)
-        dot = load_rows(do, start + side * S, rows - side * S, HV * V, hv * V, vs, V, S)
+        dot = load_rows(do, at.start + side * S, at.rows - side * S, at.HV * at.V, at.hv * at.V, vs, at.V, S)
         aq = mma_acc(ht, tl.trans(dot.to(hT.dtype.element_ty)), aq, DOT)
     return aq, ax
 
@@ -96,9 +99,8 @@ def l2norm_grad(d, x, norms, start, rows, row_stride, first, cols, width, S: tl.
 @triton.jit
 def half_grads(
     aq, ax, cs, zq_op, zb_op, yk, sk_op, A, own, L, later_sum, db,
-    q, k, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
-    start, rows, H, h, HV, hv, K, side,
-    KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    inputs, grads, row_values, a_exp, lower_bound, floor, centre, grow, at, side,
+    KP: tl.constexpr, S: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Adds the pairs of one half, stores its dq, dk, dg; returns dbeta's sum and the sums for dt_bias and A_log.
@@ -108,12 +110,14 @@ def half_grads(
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
     t = tl.arange(0, S)
     cols = tl.arange(0, KP)
-    start += side * S
-    rows -= side * S
+    H, h, HV, hv, K = at.H, at.h, at.HV, at.hv, at.K
+    start = at.start + side * S
+    rows = at.rows - side * S
+    half = Place(start, rows, H, h, HV, hv, K, at.V)
     row_values += side * S + t
     b = tl.load(row_values + ROW_BETA * (2 * S))[None, :]
 
-    x = gate_tile(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
+    x = gate_tile(inputs.g, inputs.dt_bias, half, cols, S)
     inside = (cols < K)[:, None] & (t < rows)[None, :]
     step = steps(x, a_exp, lower_bound, inside, GATE, ASM)
     differentiable = inside & (step >= floor)
@@ -132,9 +136,9 @@ def half_grads(
         qn = z * down
         dqt += own[None, :] * kn
     d = tl.trans(grow * dqt)
-    if NORM:
-        d = l2norm_grad(d, q, row_values + ROW_RQ * (2 * S), start, rows, H * K, h * K, cols, K, S)
-    store_rows(dq, d, start, rows, HV * K, hv * K, cols, K, S)
+    if L2NORM:
+        d = l2norm_grad(d, inputs.q, row_values + ROW_RQ * (2 * S), start, rows, H * K, h * K, cols, K, S)
+    store_rows(grads.dq, d, start, rows, HV * K, hv * K, cols, K, S)
 
     ax = mma_acc(yk_op, tl.trans(L), ax, DOT)
     dgc += zb_op.to(tl.float32) * ax
@@ -155,68 +159,67 @@ def half_grads(
     if WIDE_OPERANDS:
         dkt += own[None, :] * qn
     d = tl.trans(grow * dkt)
-    if NORM:
-        d = l2norm_grad(d, k, row_values + ROW_RK * (2 * S), start, rows, H * K, h * K, cols, K, S)
-    store_rows(dk, d, start, rows, HV * K, hv * K, cols, K, S)
+    if L2NORM:
+        d = l2norm_grad(d, inputs.k, row_values + ROW_RK * (2 * S), start, rows, H * K, h * K, cols, K, S)
+    store_rows(grads.dk, d, start, rows, HV * K, hv * K, cols, K, S)
 
     dstep = sum_tokens_exact(dgc, t[:, None] >= t[None, :], DOT) + later_sum[:, None]
     if WIDE_OPERANDS:
         dstep += passing
     dstep *= grow
-    kind: tl.constexpr = dg.dtype.element_ty
+    kind: tl.constexpr = grads.dg.dtype.element_ty
     dx, da = gate_grads(dstep, x, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
-    store_rows(dg, tl.trans(gate_grad_as(dx, GATE, kind)), start, rows, HV * K, hv * K, cols, K, S)
+    dx_stored = tl.trans(gate_grad_as(dx, GATE, kind))
+    store_rows(grads.dg, dx_stored, start, rows, HV * K, hv * K, cols, K, S)
     return db, sum_bias(dx, 1, GATE), tl.sum(da, 1)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def chunk_backward_grads_offset_kernel(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, zq, zb, yk, sk, last, row_values, hT, dhT, vT, drT,
-    dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+    inputs: Inputs, do, operands: OffsetOperands, row_values, scanned: ScannedTiles, grads: Gradients,
     scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, BETA: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, BETA: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``, with one slot more than chunks need when packed.
 
-    ``dq`` and ``dk`` have HV heads. NORM: they are gradients of q and k before the l2norm.
+    ``dq`` and ``dk`` have HV heads. L2NORM: they are gradients of q and k before the l2norm.
     """
     C: tl.constexpr = 2 * S
     WIDE_OPERANDS: tl.constexpr = DOT != "bf16"
-    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(inputs.cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         if PACKED:
-            store_zero_grads(
-                dq, dk, dv, dg, dbeta, cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, False, C
-            )
+            store_zero_grads(grads, inputs.cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, False, C)
         return
     h = hv // (HV // H)
     chunk = pid.to(tl.int64)
-    vT += chunk * (VP * C)
-    drT += chunk * (VP * C)
-    hT += chunk * (VP * KP)
-    dhT += chunk * (VP * KP)
-    zq += chunk * (C * KP)
-    zb += chunk * (C * KP)
-    yk += chunk * (C * KP)
-    sk += chunk * (C * KP)
+    at = Place(start, rows, H, h, HV, hv, K, V)
+    vT = scanned.vT + chunk * (VP * C)
+    drT = scanned.drT + chunk * (VP * C)
+    hT = scanned.hT + chunk * (VP * KP)
+    dhT = scanned.dhT + chunk * (VP * KP)
+    zq = operands.zq + chunk * (C * KP)
+    zb = operands.zb + chunk * (C * KP)
+    yk = operands.yk + chunk * (C * KP)
+    sk = operands.sk + chunk * (C * KP)
     row_values += chunk * ROWS
     if ASM:
         prefetch_rows(do, start, rows, HV * V, hv * V, V, VP, C)
         prefetch_tile(vT, VP * C)
         prefetch_tile(drT, VP * C)
-        prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, C)
+        prefetch_rows(inputs.v, start, rows, HV * V, hv * V, V, VP, C)
         prefetch_tile(hT, VP * KP)
         prefetch_tile(dhT, VP * KP)
         prefetch_tile(sk, C * KP)
         prefetch_tile(zq, C * KP)
         prefetch_tile(zb, C * KP)
-        prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
+        prefetch_rows(inputs.g, start, rows, HV * K, hv * K, K, KP, C)
         prefetch_tile(yk, C * KP)
-        if NORM:
-            prefetch_rows(q, start, rows, H * K, h * K, K, KP, C)
-            prefetch_rows(k, start, rows, H * K, h * K, K, KP, C)
+        if L2NORM:
+            prefetch_rows(inputs.q, start, rows, H * K, h * K, K, KP, C)
+            prefetch_rows(inputs.k, start, rows, H * K, h * K, K, KP, C)
     kind = hT.dtype.element_ty
     t = tl.arange(0, S)
     i = t[:, None]
@@ -235,8 +238,8 @@ def chunk_backward_grads_offset_kernel(
     Lx = tl.zeros([S, S], tl.float32)
     for first in range(0, VP, BV):
         vs = first + tl.arange(0, BV)
-        do0, v0, dr0, d0 = value_half(v, do, dv, vT, drT, b0, start, rows, HV, hv, vs, V, 0, S)
-        do1, v1, dr1, d1 = value_half(v, do, dv, vT, drT, b1, start, rows, HV, hv, vs, V, 1, S)
+        do0, v0, dr0, d0 = value_half(inputs.v, do, grads.dv, vT, drT, b0, at, vs, 0, S)
+        do1, v1, dr1, d1 = value_half(inputs.v, do, grads.dv, vT, drT, b1, at, vs, 1, S)
         db0 += d0
         db1 += d1
         A0 = mma_acc(do0, v0, A0, DOT)
@@ -274,10 +277,10 @@ def chunk_backward_grads_offset_kernel(
     L1 = (-shrink * L1).to(kind)
     Lx = (-(unit * shrink) * Lx).to(kind)
 
-    a_exp = gate_rate(A_log, hv, HAS_A)
-    at = last + chunk * (3 * KP) + cols
-    before = tl.load(at + KP) * unit
-    after = tl.load(at + 2 * KP) * shrink
+    a_exp = load_gate_rate(inputs.A_log, hv)
+    last = operands.last + chunk * (3 * KP) + cols
+    before = tl.load(last + KP) * unit
+    after = tl.load(last + 2 * KP) * shrink
 
     # Column sums: gradients of k from the state at the chunk's end.
     cs0 = tl.zeros([KP, S], tl.float32)
@@ -296,14 +299,14 @@ def chunk_backward_grads_offset_kernel(
     sk1 = operand_half(sk, 1, KP, S)
     cs0 *= after[:, None]
     cs1 *= shrink
-    later_sum *= tl.load(at) * shrink
+    later_sum *= tl.load(last) * shrink
     from_first = tl.sum(product(sk0.to(tl.float32), cs0), 1)
 
     zq1 = operand_half(zq, 1, KP, S)
     zb1 = operand_half(zb, 1, KP, S)
     aq = tl.zeros([KP, S], tl.float32)
     ax = tl.zeros([KP, S], tl.float32)
-    aq, ax = state_grads(hT, do, drT, aq, ax, start, rows, HV, hv, V, 1, KP, VP, BV, S, DOT)
+    aq, ax = state_grads(hT, do, drT, aq, ax, at, 1, KP, VP, BV, S, DOT)
     aq *= (scale * before)[:, None]
     ax *= (-shrink * before)[:, None]
     later0 = later_sum
@@ -318,24 +321,24 @@ def chunk_backward_grads_offset_kernel(
     cs0 = mma_acc(zb1, Lx, mma_acc(zq1, Ax, cs0, DOT), DOT)
     db1, dbias1, da1 = half_grads(
         aq, ax, cs1, zq1, zb1, yk, sk1, A1, own1, L1, later1, db1,
-        q, k, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
-        start, rows, H, h, HV, hv, K, 1, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
+        inputs, grads, row_values, a_exp, lower_bound, floor, centre, grow, at, 1,
+        KP, S, GATE, L2NORM, DOT, ASM,
     )  # fmt: skip
 
     zq0 = operand_half(zq, 0, KP, S)
     zb0 = operand_half(zb, 0, KP, S)
     aq = tl.zeros([KP, S], tl.float32)
     ax = tl.zeros([KP, S], tl.float32)
-    aq, ax = state_grads(hT, do, drT, aq, ax, start, rows, HV, hv, V, 0, KP, VP, BV, S, DOT)
+    aq, ax = state_grads(hT, do, drT, aq, ax, at, 0, KP, VP, BV, S, DOT)
     db0, dbias0, da0 = half_grads(
         aq * (scale * unit), ax * -(shrink * unit), cs0, zq0, zb0, yk, sk0, A0, own0, L0, later0, db0,
-        q, k, g, dt_bias, dq, dk, dg, row_values, a_exp, lower_bound, floor, centre, grow,
-        start, rows, H, h, HV, hv, K, 0, KP, S, GATE, HAS_BIAS, NORM, DOT, ASM,
+        inputs, grads, row_values, a_exp, lower_bound, floor, centre, grow, at, 0,
+        KP, S, GATE, L2NORM, DOT, ASM,
     )  # fmt: skip
 
-    if HAS_BIAS:
-        tl.store(dbias_part + chunk * KP + cols, held_sum(dbias0 + dbias1, GATE))
-    if HAS_A:
-        tl.store(dA_part + pid, tl.sum(da0 + da1, 0))
-    store_beta_grad(dbeta, beta, db0, start, rows, HV, hv, 0, S, BETA)
-    store_beta_grad(dbeta, beta, db1, start, rows, HV, hv, S, S, BETA)
+    if inputs.dt_bias is not None:
+        tl.store(grads.dbias_part + chunk * KP + cols, held_sum(dbias0 + dbias1, GATE))
+    if inputs.A_log is not None:
+        tl.store(grads.dA_part + pid, tl.sum(da0 + da1, 0))
+    store_beta_grad(grads.dbeta, inputs.beta, db0, at, 0, S, BETA)
+    store_beta_grad(grads.dbeta, inputs.beta, db1, at, S, S, BETA)

@@ -17,7 +17,6 @@ from .chunk_backward_gate import (
     gate_grad_as,
     gate_grads,
     gate_input_scalar,
-    gate_rate,
     has_gradient,
     held_sum,
     steps,
@@ -34,13 +33,15 @@ from .chunk_backward_io import (
     store_zero_grads,
 )
 from .common import chunk_of_program, mma, mma_acc, operand, product
+from .gate_and_beta import load_gate_rate
+from .groups import Gradients, Inputs, Place, ScannedTiles
 
 
 @triton.jit
-def value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP: tl.constexpr, C: tl.constexpr):
+def value_tiles(do, vT, drT, at, chunk, vs, VP: tl.constexpr, C: tl.constexpr):
     """do ``[C, vs]``, v' ``[vs, C]`` and dr ``[C, vs]`` in the workspace's dtype."""
-    tall = at_chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
-    dot = load_rows(do, start, rows, HV * V, hv * V, vs, V, C).to(vT.dtype.element_ty)
+    tall = chunk * (VP * C) + vs[:, None] * C + tl.arange(0, C)[None, :]
+    dot = load_rows(do, at.start, at.rows, at.HV * at.V, at.hv * at.V, vs, at.V, C).to(vT.dtype.element_ty)
     return dot, tl.load(vT + tall), tl.trans(tl.load(drT + tall))
 
 
@@ -88,17 +89,19 @@ def sum_before(x, C: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def pair_steps(
-    q, k, M1, M2, b, rq, rk, start, rows, row_stride, first, K,
+    q, k, M1, M2, b, rq, rk, at,
     KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each step t from the chunk's pairs ``i >= t > j``. ``M1``, ``M2``: decayed dAqk and dL."""
     r = tl.arange(0, C)
     qk = tl.zeros([C, C], tl.float32)
     kk = tl.zeros([C, C], tl.float32)
-    for at in range(0, KP, BK):
-        cols = at + tl.arange(0, BK)
-        kt = load_rows(k, start, rows, row_stride, first, cols, K, C)
-        qk = raw_product(load_rows(q, start, rows, row_stride, first, cols, K, C), kt, qk, DOT)
+    stride = at.H * at.K
+    first = at.h * at.K
+    for block in range(0, KP, BK):
+        cols = block + tl.arange(0, BK)
+        kt = load_rows(k, at.start, at.rows, stride, first, cols, at.K, C)
+        qk = raw_product(load_rows(q, at.start, at.rows, stride, first, cols, at.K, C), kt, qk, DOT)
         kk = raw_product(kt, kt, kk, DOT)
     pairs = (M1 * rq[:, None] * qk + M2 * (b * rk)[:, None] * kk) * rk[None, :]
     return tl.sum(tl.where(r[:, None] >= r[None, :], sums_before(pairs, DOT), 0.0), 0)
@@ -106,11 +109,10 @@ def pair_steps(
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def chunk_backward_grads_scalar_kernel(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, row_values, hT, dhT, vT, drT,
-    dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+    inputs: Inputs, do, row_values, scanned: ScannedTiles, grads: Gradients,
     scale, lower_bound, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -119,34 +121,33 @@ def chunk_backward_grads_scalar_kernel(
     ``dq`` and ``dk`` have HV heads. With L2NORM and channels in several blocks they are gradients of the normalised q
     and k, otherwise they are through the norm.
     """
-    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(inputs.cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         if PACKED:
-            store_zero_grads(
-                dq, dk, dv, dg, dbeta, cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, True, C
-            )
+            store_zero_grads(grads, inputs.cu_seqlens, N, pid // HV, T, HV, hv, K, V, KP, VP, True, C)
         return
     h = hv // (HV // H)
-    at_chunk = pid.to(tl.int64)
+    at = Place(start, rows, H, h, HV, hv, K, V)
+    chunk = pid.to(tl.int64)
     r = tl.arange(0, C)
     i = r[:, None]
     j = r[None, :]
-    dtype = hT.dtype.element_ty
+    dtype = scanned.hT.dtype.element_ty
 
-    raw_beta = load_vector(beta, start, rows, HV, hv, C)
-    row_values += at_chunk * ROWS
+    raw_beta = load_vector(inputs.beta, start, rows, HV, hv, C)
+    row_values += chunk * ROWS
     b = tl.load(row_values + ROW_BETA * C + r)
     db = tl.zeros([C], tl.float32)
     M1 = tl.zeros([C, C], tl.float32)
     M2 = tl.zeros([C, C], tl.float32)
-    dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, tl.arange(0, BV), V, VP, C)
+    dot, vt, dr = value_tiles(do, scanned.vT, scanned.drT, at, chunk, tl.arange(0, BV), VP, C)
     for v0 in range(0, VP, BV):
         vs = v0 + tl.arange(0, BV)
         if VP > BV:
-            dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP, C)
+            dot, vt, dr = value_tiles(do, scanned.vT, scanned.drT, at, chunk, vs, VP, C)
         d = dr.to(tl.float32)
-        db += tl.sum(product(d, load_rows(v, start, rows, HV * V, hv * V, vs, V, C).to(tl.float32)), 1)
-        store_rows(dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, C)
+        db += tl.sum(product(d, load_rows(inputs.v, start, rows, HV * V, hv * V, vs, V, C).to(tl.float32)), 1)
+        store_rows(grads.dv, b[:, None] * d, start, rows, HV * V, hv * V, vs, V, C)
         M1 = mma_acc(dot, vt, M1, DOT)
         M2 = mma_acc(dr, vt, M2, DOT)
     M1 *= scale
@@ -154,20 +155,20 @@ def chunk_backward_grads_scalar_kernel(
     M1 = tl.where(i > j, M1, 0.0)
     M2 = tl.where(i > j, -M2, 0.0)
 
-    a_exp = gate_rate(A_log, hv, HAS_A)
+    a_exp = load_gate_rate(inputs.A_log, hv)
     rq = tl.full([C], 1.0, tl.float32)
     rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:
         rq = tl.load(row_values + ROW_RQ * C + r)
         rk = tl.load(row_values + ROW_RK * C + r)
-    xg = gate_input_scalar(g, dt_bias, start, rows, HV, hv, C, HAS_BIAS)
+    xg = gate_input_scalar(inputs.g, inputs.dt_bias, at, C)
     step = steps(xg, a_exp, lower_bound, r < rows, GATE, ASM)
     gc = tl.cumsum(step, 0)
     total = tl.min(gc, 0)
     decay = tl.exp2(tl.minimum(gc[:, None] - gc[None, :], 0.0))
     M1 *= decay
     M2 *= decay
-    dstep = pair_steps(q, k, M1, M2, b, rq, rk, start, rows, H * K, h * K, K, KP, BK, C, DOT)
+    dstep = pair_steps(inputs.q, inputs.k, M1, M2, b, rq, rk, at, KP, BK, C, DOT)
     M1 = M1.to(dtype)
     M2 = M2.to(dtype)
     down = tl.exp2(gc)[:, None]
@@ -185,16 +186,16 @@ def chunk_backward_grads_scalar_kernel(
         for v0 in range(0, VP, BV):
             vs = v0 + tl.arange(0, BV)
             if VP > BV:
-                dot, vt, dr = value_tiles(do, vT, drT, start, rows, HV, hv, at_chunk, vs, V, VP, C)
-            flat = at_chunk * (VP * KP) + vs[:, None] * KP + cols[None, :]
-            ht = tl.load(hT + flat)
-            dht = tl.load(dhT + flat)
+                dot, vt, dr = value_tiles(do, scanned.vT, scanned.drT, at, chunk, vs, VP, C)
+            flat = chunk * (VP * KP) + vs[:, None] * KP + cols[None, :]
+            ht = tl.load(scanned.hT + flat)
+            dht = tl.load(scanned.dhT + flat)
             both += tl.sum(product(ht.to(tl.float32), dht.to(tl.float32)), 0)
             dqt = mma_acc(dot, ht, dqt, DOT)
             x = mma_acc(dr, ht, x, DOT)
             ci = mma_acc(tl.trans(vt), dht, ci, DOT)
-        qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
-        kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
+        qt = load_rows(inputs.q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
+        kt = load_rows(inputs.k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
         dqt *= scale * down
         x *= -down
         ci *= rest
@@ -216,16 +217,16 @@ def chunk_backward_grads_scalar_kernel(
             dkt -= kt * tl.sum(product(dkt, kt), 1)[:, None]
             dqt *= rq[:, None]
             dkt *= rk[:, None]
-        store_rows(dq, dqt, start, rows, HV * K, hv * K, cols, K, C)
-        store_rows(dk, dkt, start, rows, HV * K, hv * K, cols, K, C)
+        store_rows(grads.dq, dqt, start, rows, HV * K, hv * K, cols, K, C)
+        store_rows(grads.dk, dkt, start, rows, HV * K, hv * K, cols, K, C)
 
-    store_vector(dbeta, beta_grad(db, raw_beta, BETA), start, rows, HV, hv, C)
+    store_vector(grads.dbeta, beta_grad(db, raw_beta, BETA), start, rows, HV, hv, C)
     dstep += tl.cumsum(from_start, 0, reverse=True) + sum_before(to_end, C, DOT) + tl.exp2(total) * dlast
     differentiable = (r < rows) & has_gradient(step, DOT)
-    kind: tl.constexpr = dg.dtype.element_ty
+    kind: tl.constexpr = grads.dg.dtype.element_ty
     dx, da_row = gate_grads(dstep, xg, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
-    store_vector(dg, gate_grad_as(dx, GATE, kind), start, rows, HV, hv, C)
-    if HAS_BIAS:
-        tl.store(dbias_part + pid, held_sum(sum_bias(dx, 0, GATE), GATE))
-    if HAS_A:
-        tl.store(dA_part + pid, tl.sum(da_row, 0))
+    store_vector(grads.dg, gate_grad_as(dx, GATE, kind), start, rows, HV, hv, C)
+    if inputs.dt_bias is not None:
+        tl.store(grads.dbias_part + pid, held_sum(sum_bias(dx, 0, GATE), GATE))
+    if inputs.A_log is not None:
+        tl.store(grads.dA_part + pid, tl.sum(da_row, 0))

@@ -41,16 +41,16 @@ def store_rows(x, value, start, rows, row_stride, first, cols, width, SIZE: tl.c
 
 
 @triton.jit
-def reciprocal_norms(
-    q, k, start, rows, row_stride, first, K, KP: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def reciprocal_norms(q, k, at, KP: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
     """``1 / sqrt(sum(x * x) + 1e-6)`` of SIZE rows of q and of k, in blocks of BK channels."""
     squares_q = tl.zeros([SIZE], tl.float32)
     squares_k = tl.zeros([SIZE], tl.float32)
+    stride = at.H * at.K
+    first = at.h * at.K
     for block in range(0, KP, BK):
         cols = block + tl.arange(0, BK)
-        qt = load_rows(q, start, rows, row_stride, first, cols, K, SIZE).to(tl.float32)
-        kt = load_rows(k, start, rows, row_stride, first, cols, K, SIZE).to(tl.float32)
+        qt = load_rows(q, at.start, at.rows, stride, first, cols, at.K, SIZE).to(tl.float32)
+        kt = load_rows(k, at.start, at.rows, stride, first, cols, at.K, SIZE).to(tl.float32)
         squares_q += tl.sum(qt * qt, 1)
         squares_k += tl.sum(kt * kt, 1)
     return 1.0 / tl.sqrt(squares_q + 1e-6), 1.0 / tl.sqrt(squares_k + 1e-6)
@@ -82,16 +82,16 @@ def store_vector(x, value, start, rows, row_stride, first, SIZE: tl.constexpr):
 
 @triton.jit
 def store_zero_grads(
-    dq, dk, dv, dg, dbeta, cu_seqlens, N, slot, T, HV, hv, K, V,
-    KP: tl.constexpr, VP: tl.constexpr, SCALAR: tl.constexpr, C: tl.constexpr,
+    grads, cu_seqlens, N, slot, T, HV, hv, K, V,
+    KP: tl.constexpr, VP: tl.constexpr, SCALAR_GATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """For a program without a chunk: zeros in its share of the rows behind the pack."""
     first = first_row_past(cu_seqlens, N, slot, C)
-    store_zero_rows(dq, first, T, HV * K, hv * K, K, KP, C)
-    store_zero_rows(dk, first, T, HV * K, hv * K, K, KP, C)
-    store_zero_rows(dv, first, T, HV * V, hv * V, V, VP, C)
-    if SCALAR:
-        store_zero_rows(dg, first, T, HV, hv, 1, 1, C)
+    store_zero_rows(grads.dq, first, T, HV * K, hv * K, K, KP, C)
+    store_zero_rows(grads.dk, first, T, HV * K, hv * K, K, KP, C)
+    store_zero_rows(grads.dv, first, T, HV * V, hv * V, V, VP, C)
+    if SCALAR_GATE:
+        store_zero_rows(grads.dg, first, T, HV, hv, 1, 1, C)
     else:
-        store_zero_rows(dg, first, T, HV * K, hv * K, K, KP, C)
-    store_zero_rows(dbeta, first, T, HV, hv, 1, 1, C)
+        store_zero_rows(grads.dg, first, T, HV * K, hv * K, K, KP, C)
+    store_zero_rows(grads.dbeta, first, T, HV, hv, 1, 1, C)

@@ -12,33 +12,37 @@ from .common import exp2
 
 @triton.jit
 def store_operands(
-    q, k, zq, zb, yk, sk, qg, kg, w, step, upto, after_row, b, rq, rk, before, after, scale, centre,
-    start, rows, H, h, K, cols, out, SIZE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+    inputs, operands, tiles, step, upto, after_row, b, rq, rk, before, after, scale, centre, at, cols, out,
+    SIZE: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Stores the operand tiles of SIZE rows at the offsets ``out``; returns zq, zb, yk, sk as rounded.
 
     ``upto``, ``after_row``: which rows' steps (columns) lie between a row and its half's first or last row.
     ``before``, ``after``: the decays from the chunk's first row to the half, and from the half to the chunk's end.
     """
-    kind = zb.dtype.element_ty
+    kind = operands.zb.dtype.element_ty
     hi, lo = split_bf16(step, DOT)
     P = sum_rows(upto, hi, lo, DOT) + centre
     up = exp2(P, ASM)
     before = before * tl.exp2(-centre)
-    kt = load_rows(k, start, rows, H * K, h * K, cols, K, SIZE).to(tl.float32) * rk[:, None]
+    kt = (
+        load_rows(inputs.k, at.start, at.rows, at.H * at.K, at.h * at.K, cols, at.K, SIZE).to(tl.float32)
+        * rk[:, None]
+    )
     y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
-    tl.store(yk + out, y)
+    tl.store(operands.yk + out, y)
     s = kt * exp2(sum_rows(after_row, hi, lo, DOT), ASM)
-    tl.store(kg + out, (s * after).to(kind))
+    tl.store(tiles.kg + out, (s * after).to(kind))
     s = tf32_rounded(s, DOT).to(kind)
-    tl.store(sk + out, s)
+    tl.store(operands.sk + out, s)
     kt *= up * b[:, None]
     # w holds beta k 2^gc until the inverse is known.
-    tl.store(w + out, (kt * before).to(kind))
+    tl.store(tiles.w + out, (kt * before).to(kind))
     kt = tf32_rounded(kt, DOT).to(kind)
-    tl.store(zb + out, kt)
-    qt = load_rows(q, start, rows, H * K, h * K, cols, K, SIZE).to(tl.float32) * rq[:, None] * up
-    tl.store(qg + out, (qt * before * scale).to(kind))
+    tl.store(operands.zb + out, kt)
+    qt = load_rows(inputs.q, at.start, at.rows, at.H * at.K, at.h * at.K, cols, at.K, SIZE)
+    qt = qt.to(tl.float32) * rq[:, None] * up
+    tl.store(tiles.qg + out, (qt * before * scale).to(kind))
     qt = tf32_rounded(qt, DOT).to(kind)
-    tl.store(zq + out, qt)
+    tl.store(operands.zq + out, qt)
     return qt, kt, y, s

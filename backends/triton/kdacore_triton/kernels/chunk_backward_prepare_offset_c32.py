@@ -29,10 +29,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import activated_beta, gate_input, gate_rate, steps
+from .chunk_backward_gate import activated_beta, gate_input, steps
 from .chunk_backward_io import ROW_BETA, ROW_RK, ROW_RQ, load_rows, load_vector
 from .chunk_backward_sums import split_bf16, sum_rows, tf32_rounded
 from .common import chunk_of_slot, exp2, mma
+from .gate_and_beta import load_gate_rate
+from .groups import Inputs, OffsetOperands, Place, PreparedTiles
 from .prefetch import prefetch_rows
 from .triangular_inverse import unit_lower_inverse_masked
 
@@ -42,11 +44,10 @@ C = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def chunk_backward_prepare_offset_c32_kernel(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-    Aqk, inv, qg, kg, w, uT, zq, zb, yk, sk, last, row_values,
+    inputs: Inputs, tiles: PreparedTiles, operands: OffsetOperands, row_values,
     scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -54,16 +55,17 @@ def chunk_backward_prepare_offset_c32_kernel(
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid - slot * HV
-    start, rows = chunk_of_slot(cu_seqlens, slot, N, T, NT, C, PACKED)
+    start, rows = chunk_of_slot(inputs.cu_seqlens, slot, N, T, NT, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
+    at = Place(start, rows, H, h, HV, hv, K, V)
     chunk = pid.to(tl.int64)
     if ASM:
-        prefetch_rows(q, start, rows, H * K, h * K, K, KP, C)
-        prefetch_rows(k, start, rows, H * K, h * K, K, KP, C)
-        prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, C)
-        prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, C)
+        prefetch_rows(inputs.q, start, rows, H * K, h * K, K, KP, C)
+        prefetch_rows(inputs.k, start, rows, H * K, h * K, K, KP, C)
+        prefetch_rows(inputs.g, start, rows, HV * K, hv * K, K, KP, C)
+        prefetch_rows(inputs.v, start, rows, HV * V, hv * V, V, VP, C)
     r = tl.arange(0, C)
     i = r[:, None]
     j = r[None, :]
@@ -71,10 +73,10 @@ def chunk_backward_prepare_offset_c32_kernel(
     same_half = (i >= S) == (j >= S)
     wide = chunk * (C * KP) + i * KP
 
-    b = activated_beta(load_vector(beta, start, rows, HV, hv, C), rows, C, BETA)
+    b = activated_beta(load_vector(inputs.beta, start, rows, HV, hv, C), rows, C, BETA)
     row_values += chunk * ROWS
     tl.store(row_values + ROW_BETA * C + r, b)
-    a_exp = gate_rate(A_log, hv, HAS_A)
+    a_exp = load_gate_rate(inputs.A_log, hv)
     rq = tl.full([C], 1.0, tl.float32)
     rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:
@@ -82,8 +84,8 @@ def chunk_backward_prepare_offset_c32_kernel(
         square_k = tl.zeros([C], tl.float32)
         for first in range(0, KP, BK):
             cols = first + tl.arange(0, BK)
-            qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
-            kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
+            qt = load_rows(inputs.q, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
+            kt = load_rows(inputs.k, start, rows, H * K, h * K, cols, K, C).to(tl.float32)
             sq += tl.sum(qt * qt, 1)
             square_k += tl.sum(kt * kt, 1)
         rq = 1.0 / tl.sqrt(sq + 1e-6)
@@ -96,54 +98,54 @@ def chunk_backward_prepare_offset_c32_kernel(
     Ak = tl.zeros([C, C], tl.float32)
     for first in range(0, KP, BK):
         cols = first + tl.arange(0, BK)
-        x = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, C, HAS_BIAS)
+        x = gate_input(inputs.g, inputs.dt_bias, at, cols, C)
         inside = (i < rows) & (cols < K)[None, :]
         step = tl.maximum(steps(x, a_exp, lower_bound, inside, GATE, ASM), floor)
         d0 = tl.exp2(tl.sum(tl.where(second, 0.0, step), 0))
         d1 = tl.exp2(tl.sum(tl.where(second, step, 0.0), 0))
-        at = chunk * (3 * KP) + cols
-        tl.store(last + at, d0 * d1)
-        tl.store(last + at + KP, d0)
-        tl.store(last + at + 2 * KP, d1)
+        column = chunk * (3 * KP) + cols
+        tl.store(operands.last + column, d0 * d1)
+        tl.store(operands.last + column + KP, d0)
+        tl.store(operands.last + column + 2 * KP, d1)
         hi, lo = split_bf16(step, DOT)
         P = sum_rows(same_half & (j <= i), hi, lo, DOT) + centre
-        kt = load_rows(k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
-        kind = zb.dtype.element_ty
+        kt = load_rows(inputs.k, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rk[:, None]
+        kind = operands.zb.dtype.element_ty
         out = wide + cols[None, :]
         y = tf32_rounded(kt * exp2(-P, ASM), DOT).to(kind)
-        tl.store(yk + out, y)
+        tl.store(operands.yk + out, y)
         s = kt * exp2(sum_rows(same_half & (j > i), hi, lo, DOT), ASM)
-        tl.store(kg + out, (s * tl.where(second, 1.0, d1[None, :])).to(kind))
+        tl.store(tiles.kg + out, (s * tl.where(second, 1.0, d1[None, :])).to(kind))
         s = tf32_rounded(s, DOT).to(kind)
-        tl.store(sk + out, s)
+        tl.store(operands.sk + out, s)
         f = exp2(P, ASM)
         kt *= f * b[:, None]
         z = tf32_rounded(kt, DOT).to(kind)
-        tl.store(zb + out, z)
+        tl.store(operands.zb + out, z)
         before = tl.where(second, d0[None, :], 1.0) * unit
         # beta k 2^gc waits in w's place until the inverse is there.
-        tl.store(w + out, (kt * before).to(kind))
+        tl.store(tiles.w + out, (kt * before).to(kind))
         yT = tl.trans(y)
         sT = tl.trans(s)
         Ak += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
-        qt = load_rows(q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
+        qt = load_rows(inputs.q, start, rows, H * K, h * K, cols, K, C).to(tl.float32) * rq[:, None]
         z = tf32_rounded(qt * f, DOT).to(kind)
-        tl.store(zq + out, z)
-        tl.store(qg + out, (qt * f * before * scale).to(kind))
+        tl.store(operands.zq + out, z)
+        tl.store(tiles.qg + out, (qt * f * before * scale).to(kind))
         Aq += tl.where(same_half, mma(z, yT, DOT), unit * mma(z, sT, DOT))
 
     square = chunk * (C * C) + i * C + j
-    tl.store(Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(Aqk.dtype.element_ty))
-    M = unit_lower_inverse_masked(tl.where(i > j, Ak, 0.0), 5, C, INV_DOT).to(inv.dtype.element_ty)
-    tl.store(inv + square, M)
+    tl.store(tiles.Aqk + square, tl.where(i >= j, scale * Aq, 0.0).to(tiles.Aqk.dtype.element_ty))
+    M = unit_lower_inverse_masked(tl.where(i > j, Ak, 0.0), 5, C, INV_DOT).to(tiles.inv.dtype.element_ty)
+    tl.store(tiles.inv + square, M)
 
     tl.debug_barrier()
     for first in range(0, KP, BK):
         out = wide + first + tl.arange(0, BK)[None, :]
-        tl.store(w + out, mma(M, tl.load(w + out), DOT).to(w.dtype.element_ty))
+        tl.store(tiles.w + out, mma(M, tl.load(tiles.w + out), DOT).to(tiles.w.dtype.element_ty))
     MT = tl.trans(M)
     for first in range(0, VP, BV):
         cols = first + tl.arange(0, BV)
-        vt = load_rows(v, start, rows, HV * V, hv * V, cols, V, C).to(tl.float32) * b[:, None]
-        ut = mma(tl.trans(vt.to(uT.dtype.element_ty)), MT, DOT)
-        tl.store(uT + chunk * (VP * C) + cols[:, None] * C + j, ut.to(uT.dtype.element_ty))
+        vt = load_rows(inputs.v, start, rows, HV * V, hv * V, cols, V, C).to(tl.float32) * b[:, None]
+        ut = mma(tl.trans(vt.to(tiles.uT.dtype.element_ty)), MT, DOT)
+        tl.store(tiles.uT + chunk * (VP * C) + cols[:, None] * C + j, ut.to(tiles.uT.dtype.element_ty))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_backward_gate import activated_beta, gate_input, gate_rate, steps
+from .chunk_backward_gate import activated_beta, gate_input, steps
 from .chunk_backward_io import (
     ROW_BETA,
     ROW_RK,
@@ -26,6 +26,8 @@ from .chunk_backward_io import (
 )
 from .chunk_backward_offset_operands import store_operands
 from .common import chunk_of_program, exp2, mma
+from .gate_and_beta import load_gate_rate
+from .groups import Inputs, OffsetOperands, Place, PreparedTiles
 from .prefetch import prefetch_inputs
 from .triangular_inverse import unit_lower_inverse_masked
 
@@ -35,42 +37,43 @@ C = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "HV"])
 def chunk_backward_prepare_offset_c64_kernel(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-    Aqk, inv, qg, kg, w, uT, zq, zb, yk, sk, last, row_values,
+    inputs: Inputs, tiles: PreparedTiles, operands: OffsetOperands, row_values,
     scale, lower_bound, floor, centre, T, NT, N, H, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, INV_DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``. ``centre`` is an integer."""
-    pid, hv, start, rows = chunk_of_program(cu_seqlens, N, T, NT, HV, C, PACKED)
+    pid, hv, start, rows = chunk_of_program(inputs.cu_seqlens, N, T, NT, HV, C, PACKED)
     if rows <= 0:
         return
     h = hv // (HV // H)
+    at = Place(start, rows, H, h, HV, hv, K, V)
     chunk = pid.to(tl.int64)
     if ASM:
-        prefetch_inputs(q, k, g, v, start, rows, H, h, HV, hv, K, V, KP, VP, C)
+        prefetch_inputs(inputs, at, KP, VP, C)
     later = start + S
     beyond = rows - S
+    late = Place(later, beyond, H, h, HV, hv, K, V)
     r = tl.arange(0, S)
     i = r[:, None]
     j = r[None, :]
-    kind = zb.dtype.element_ty
+    kind = operands.zb.dtype.element_ty
 
-    b0 = activated_beta(load_vector(beta, start, rows, HV, hv, S), rows, S, BETA)
-    b1 = activated_beta(load_vector(beta, later, beyond, HV, hv, S), beyond, S, BETA)
+    b0 = activated_beta(load_vector(inputs.beta, start, rows, HV, hv, S), rows, S, BETA)
+    b1 = activated_beta(load_vector(inputs.beta, later, beyond, HV, hv, S), beyond, S, BETA)
     row_values += chunk * ROWS + r
     tl.store(row_values + ROW_BETA * C, b0)
     tl.store(row_values + ROW_BETA * C + S, b1)
-    a_exp = gate_rate(A_log, hv, HAS_A)
+    a_exp = load_gate_rate(inputs.A_log, hv)
     rq0 = tl.full([S], 1.0, tl.float32)
     rq1 = tl.full([S], 1.0, tl.float32)
     rk0 = tl.full([S], 1.0, tl.float32)
     rk1 = tl.full([S], 1.0, tl.float32)
     if L2NORM:
-        rq0, rk0 = reciprocal_norms(q, k, start, rows, H * K, h * K, K, KP, BK, S)
-        rq1, rk1 = reciprocal_norms(q, k, later, beyond, H * K, h * K, K, KP, BK, S)
+        rq0, rk0 = reciprocal_norms(inputs.q, inputs.k, at, KP, BK, S)
+        rq1, rk1 = reciprocal_norms(inputs.q, inputs.k, late, KP, BK, S)
         tl.store(row_values + ROW_RQ * C, rq0)
         tl.store(row_values + ROW_RQ * C + S, rq1)
         tl.store(row_values + ROW_RK * C, rk0)
@@ -88,26 +91,26 @@ def chunk_backward_prepare_offset_c64_kernel(
     for first in range(0, KP, BK):
         cols = first + tl.arange(0, BK)
         known = (cols < K)[None, :]
-        x = gate_input(g, dt_bias, start, rows, HV, hv, cols, K, S, HAS_BIAS)
+        x = gate_input(inputs.g, inputs.dt_bias, at, cols, S)
         step0 = tl.maximum(steps(x, a_exp, lower_bound, (i < rows) & known, GATE, ASM), floor)
-        x = gate_input(g, dt_bias, later, beyond, HV, hv, cols, K, S, HAS_BIAS)
+        x = gate_input(inputs.g, inputs.dt_bias, late, cols, S)
         step1 = tl.maximum(steps(x, a_exp, lower_bound, (i < beyond) & known, GATE, ASM), floor)
         d0 = exp2(tl.sum(step0, 0), ASM)
         d1 = exp2(tl.sum(step1, 0), ASM)
-        store_half_decays(last, chunk, cols, d0, d1, KP)
+        store_half_decays(operands.last, chunk, cols, d0, d1, KP)
 
         out = chunk * (C * KP) + i * KP + cols[None, :]
         z_q, z_b, y, s = store_operands(
-            q, k, zq, zb, yk, sk, qg, kg, w, step0, upto, after_row, b0, rq0, rk0, one, d1[None, :], scale, centre,
-            start, rows, H, h, K, cols, out, S, DOT, ASM,
+            inputs, operands, tiles, step0, upto, after_row, b0, rq0, rk0, one, d1[None, :], scale, centre,
+            at, cols, out, S, DOT, ASM,
         )  # fmt: skip
         y = tl.trans(y)
         A0 += mma(z_q, y, DOT)
         L0 += mma(z_b, y, DOT)
         s = tl.trans(s)
         z_q, z_b, y, _ = store_operands(
-            q, k, zq, zb, yk, sk, qg, kg, w, step1, upto, after_row, b1, rq1, rk1, d0[None, :], one, scale, centre,
-            later, beyond, H, h, K, cols, out + S * KP, S, DOT, ASM,
+            inputs, operands, tiles, step1, upto, after_row, b1, rq1, rk1, d0[None, :], one, scale, centre,
+            late, cols, out + S * KP, S, DOT, ASM,
         )  # fmt: skip
         Ax += mma(z_q, s, DOT)
         Lx += mma(z_b, s, DOT)
@@ -118,24 +121,24 @@ def chunk_backward_prepare_offset_c64_kernel(
     unit = tl.exp2(-centre)
     square = chunk * (C * C) + i * C + j
     zero = tl.zeros([S, S], kind)
-    tl.store(Aqk + square, tl.where(i >= j, scale * A0, 0.0).to(kind))
-    tl.store(Aqk + square + S, zero)
-    tl.store(Aqk + square + S * C, (scale * unit * Ax).to(kind))
-    tl.store(Aqk + square + S * C + S, tl.where(i >= j, scale * A1, 0.0).to(kind))
+    tl.store(tiles.Aqk + square, tl.where(i >= j, scale * A0, 0.0).to(kind))
+    tl.store(tiles.Aqk + square + S, zero)
+    tl.store(tiles.Aqk + square + S * C, (scale * unit * Ax).to(kind))
+    tl.store(tiles.Aqk + square + S * C + S, tl.where(i >= j, scale * A1, 0.0).to(kind))
     M0 = unit_lower_inverse_masked(tl.where(i > j, L0, 0.0), 5, S, INV_DOT)
     M1 = unit_lower_inverse_masked(tl.where(i > j, L1, 0.0), 5, S, INV_DOT)
     Mx = -mma(M1, mma(unit * Lx, M0, INV_DOT), INV_DOT)
     M0 = M0.to(kind)
     M1 = M1.to(kind)
     Mx = Mx.to(kind)
-    tl.store(inv + square, M0)
-    tl.store(inv + square + S, zero)
-    tl.store(inv + square + S * C, Mx)
-    tl.store(inv + square + S * C + S, M1)
+    tl.store(tiles.inv + square, M0)
+    tl.store(tiles.inv + square + S, zero)
+    tl.store(tiles.inv + square + S * C, Mx)
+    tl.store(tiles.inv + square + S * C + S, M1)
 
     tl.debug_barrier()
     for first in range(0, KP, BK):
-        out = w + chunk * (C * KP) + i * KP + first + tl.arange(0, BK)[None, :]
+        out = tiles.w + chunk * (C * KP) + i * KP + first + tl.arange(0, BK)[None, :]
         kb0 = tl.load(out)
         kb1 = tl.load(out + S * KP)
         w0 = mma(M0, kb0, DOT)
@@ -148,10 +151,10 @@ def chunk_backward_prepare_offset_c64_kernel(
     Mx = tl.trans(Mx)
     for first in range(0, VP, BV):
         cols = first + tl.arange(0, BV)
-        vb0 = load_rows(v, start, rows, HV * V, hv * V, cols, V, S).to(tl.float32) * b0[:, None]
-        vb1 = load_rows(v, later, beyond, HV * V, hv * V, cols, V, S).to(tl.float32) * b1[:, None]
+        vb0 = load_rows(inputs.v, start, rows, HV * V, hv * V, cols, V, S).to(tl.float32) * b0[:, None]
+        vb1 = load_rows(inputs.v, later, beyond, HV * V, hv * V, cols, V, S).to(tl.float32) * b1[:, None]
         vb0 = tl.trans(vb0.to(kind))
         vb1 = tl.trans(vb1.to(kind))
-        out = uT + chunk * (VP * C) + cols[:, None] * C + j
+        out = tiles.uT + chunk * (VP * C) + cols[:, None] * C + j
         tl.store(out, mma(vb0, M0, DOT).to(kind))
         tl.store(out + S, (mma(vb0, Mx, DOT) + mma(vb1, M1, DOT)).to(kind))

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .common import mma, mma_acc, sequence_span
+from .groups import BoundaryStates, PreparedTiles
 
 
 @triton.jit
@@ -43,9 +44,9 @@ def store_state(state, S, nh, vs, ks, K, V, V_FIRST: tl.constexpr):
 
 
 @triton.jit
-def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
+def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR_GATE: tl.constexpr):
     """``2^gc_last`` of a chunk as a row ``[1, KP]`` (``[1, 1]`` with one gate per head); LAST: values per chunk."""
-    if SCALAR:
+    if SCALAR_GATE:
         d = tl.load(last + pid + tl.zeros([1, 1], tl.int32))
     else:
         d = tl.load(last + pid * LAST + ks)[None, :]
@@ -54,11 +55,11 @@ def load_last(last, pid, ks, LAST: tl.constexpr, SCALAR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
 def chunk_backward_scan_kernel(
-    kg, qg, w, uT, Aqk, inv, last, do, hT, dhT, drT, initial, d_final, d_initial, cu_seqlens,
+    tiles: PreparedTiles, last, do, hT, dhT, drT, states: BoundaryStates, cu_seqlens,
     T, NT, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr,
-    SCALAR: tl.constexpr, PACKED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_D_FINAL: tl.constexpr, V_FIRST: tl.constexpr, DOT: tl.constexpr,
+    SCALAR_GATE: tl.constexpr, PACKED: tl.constexpr,
+    V_FIRST: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(2 * (VP // BV) * N * HV,)``."""
     pid = tl.program_id(0)
@@ -80,22 +81,22 @@ def chunk_backward_scan_kernel(
 
     if reverse == 0:
         S = tl.zeros([BV, KP], tl.float32)
-        if HAS_INITIAL:
-            S = load_state(initial, nh, vs, ks, K, V, V_FIRST)
+        if states.initial_state is not None:
+            S = load_state(states.initial_state, nh, vs, ks, K, V, V_FIRST)
         for c in range(chunks):
             at = (slot + c).to(tl.int64) * HV + hv
             S16 = S.to(dtype)
             tl.store(hT + at * (VP * KP) + flat, S16)
-            vt = tl.load(uT + at * (VP * C) + tall).to(tl.float32)
-            vt -= mma(S16, tl.trans(tl.load(w + at * (C * KP) + wide)), DOT)
+            vt = tl.load(tiles.uT + at * (VP * C) + tall).to(tl.float32)
+            vt -= mma(S16, tl.trans(tl.load(tiles.w + at * (C * KP) + wide)), DOT)
             v16 = vt.to(dtype)
-            tl.store(uT + at * (VP * C) + tall, v16)
-            S *= load_last(last, at, ks, LAST, SCALAR)
-            S = mma_acc(v16, tl.load(kg + at * (C * KP) + wide), S, DOT)
+            tl.store(tiles.uT + at * (VP * C) + tall, v16)
+            S *= load_last(last, at, ks, LAST, SCALAR_GATE)
+            S = mma_acc(v16, tl.load(tiles.kg + at * (C * KP) + wide), S, DOT)
     else:
         dS = tl.zeros([BV, KP], tl.float32)
-        if HAS_D_FINAL:
-            dS = load_state(d_final, nh, vs, ks, K, V, V_FIRST)
+        if states.d_final_state is not None:
+            dS = load_state(states.d_final_state, nh, vs, ks, K, V, V_FIRST)
         for i in range(chunks):
             c = chunks - 1 - i
             at = (slot + c).to(tl.int64) * HV + hv
@@ -105,13 +106,13 @@ def chunk_backward_scan_kernel(
             o_at = ((bos + row) * HV + hv)[:, None] * V + vs[None, :]
             dot = tl.load(do + o_at, mask=(row < length)[:, None] & (vs < V)[None, :], other=0.0)
             dot = tl.trans(dot.to(dtype))
-            dv = mma(dS16, tl.trans(tl.load(kg + at * (C * KP) + wide)), DOT)
-            dv = mma_acc(dot, tl.load(Aqk + at * (C * C) + square), dv, DOT)
+            dv = mma(dS16, tl.trans(tl.load(tiles.kg + at * (C * KP) + wide)), DOT)
+            dv = mma_acc(dot, tl.load(tiles.Aqk + at * (C * C) + square), dv, DOT)
             d16 = dv.to(dtype)
-            dS *= load_last(last, at, ks, LAST, SCALAR)
-            dS = mma_acc(dot, tl.load(qg + at * (C * KP) + wide), dS, DOT)
-            dS = mma_acc(-d16, tl.load(w + at * (C * KP) + wide), dS, DOT)
-            dr = mma(d16, tl.load(inv + at * (C * C) + square), DOT)
+            dS *= load_last(last, at, ks, LAST, SCALAR_GATE)
+            dS = mma_acc(dot, tl.load(tiles.qg + at * (C * KP) + wide), dS, DOT)
+            dS = mma_acc(-d16, tl.load(tiles.w + at * (C * KP) + wide), dS, DOT)
+            dr = mma(d16, tl.load(tiles.inv + at * (C * C) + square), DOT)
             tl.store(drT + at * (VP * C) + tall, dr.to(dtype))
-        if HAS_INITIAL:
-            store_state(d_initial, dS, nh, vs, ks, K, V, V_FIRST)
+        if states.d_initial_state is not None:
+            store_state(states.d_initial_state, dS, nh, vs, ks, K, V, V_FIRST)

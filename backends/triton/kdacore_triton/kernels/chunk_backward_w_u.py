@@ -11,17 +11,21 @@ from .common import mma
 
 @triton.jit
 def store_w_u(
-    inverse, w, uT, v, b, chunk, start, rows, HV, hv, V,
+    inverse, tiles, v, b, chunk, at,
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Stores ``inverse @ w`` in the place of w, and ``(inverse @ (beta v))^T`` in uT; chunk-major tiles."""
+    w, uT = tiles.w, tiles.uT
     r = tl.arange(0, C)
     for first in range(0, KP, BK):
-        at = chunk * (C * KP) + r[:, None] * KP + first + tl.arange(0, BK)[None, :]
-        tl.store(w + at, mma(inverse, tl.load(w + at), DOT).to(w.dtype.element_ty))
+        wide = chunk * (C * KP) + r[:, None] * KP + first + tl.arange(0, BK)[None, :]
+        tl.store(w + wide, mma(inverse, tl.load(w + wide), DOT).to(w.dtype.element_ty))
     inverse = tl.trans(inverse)
     for first in range(0, VP, BV):
         cols = first + tl.arange(0, BV)
-        vt = load_rows(v, start, rows, HV * V, hv * V, cols, V, C).to(tl.float32) * b[:, None]
+        vt = (
+            load_rows(v, at.start, at.rows, at.HV * at.V, at.hv * at.V, cols, at.V, C).to(tl.float32)
+            * b[:, None]
+        )
         ut = mma(tl.trans(vt.to(uT.dtype.element_ty)), inverse, DOT)
         tl.store(uT + chunk * (VP * C) + cols[:, None] * C + r[None, :], ut.to(uT.dtype.element_ty))

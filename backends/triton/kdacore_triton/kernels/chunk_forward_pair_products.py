@@ -36,20 +36,20 @@ def bounded_products(q, k, beta, steps, total, i, offset, DOT: tl.constexpr, ASM
 
 @triton.jit
 def unbounded_products(
-    q, k, beta, steps, i, levels_ptr, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr
+    q, k, beta, steps, i, levels, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """For any gate: every factor is at most 1.
 
     At each level, blocks of rows are cut in half, and exponents are relative to the first row of the second half. One
     product per level gives all pairs (row of the second half, row of the first half). Exponents are sums over short
-    runs of steps, never differences of long ones. ``levels_ptr``: 0/1 matrices ``[LEVELS, C, C]`` that choose the steps
+    runs of steps, never differences of long ones. ``levels``: 0/1 matrices ``[LEVELS, C, C]`` that choose the steps
     (columns) between a row and its reference row; ``C = 2^LEVELS``.
     """
     gap = i[:, None] ^ i[None, :]
     aqk = tl.where(gap == 0, tl.sum(q * k, 1)[:, None], 0.0)
     akk = tl.zeros([C, C], tl.float32)
     for n in tl.range(0, LEVELS):
-        take = tl.load(levels_ptr + n * C * C + i[:, None] * C + i[None, :])
+        take = tl.load(levels + n * C * C + i[:, None] * C + i[None, :])
         e = exp2(sum_steps(take, steps, DOT), ASM)
         kk = operand(k * e, DOT)
         keep = (gap >> n) == 1

@@ -17,6 +17,20 @@ GATE_SOFTPLUS = tl.constexpr(1)
 GATE_SIGMOID = tl.constexpr(2)
 """``lower_bound sigmoid(exp(A_log) (g + dt_bias))``."""
 
+BETA_GIVEN = tl.constexpr(0)
+"""beta is the rate itself."""
+BETA_SIGMOID = tl.constexpr(1)
+"""The rate is ``sigmoid(beta)``."""
+BETA_TWICE_SIGMOID = tl.constexpr(2)
+"""The rate is ``2 sigmoid(beta)``: eigenvalues may be negative."""
+
+FAMILY_BOUNDED = tl.constexpr(0)
+"""One gate per channel, whose log decay per step has a usable bound."""
+FAMILY_UNBOUNDED = tl.constexpr(1)
+"""One gate per channel without such a bound."""
+FAMILY_SCALAR = tl.constexpr(2)
+"""One gate per head."""
+
 MIN_STEP = tl.constexpr(-126.0)
 """One step's log2 decay is clamped here: 2**-126 is the smallest normal float32."""
 
@@ -122,16 +136,16 @@ def gate_decay(
     ``a_exp`` and ``bias``. CLAMP: a bounded gate is clamped at MIN_STEP too. ``COARSE``: an absolute error of 1e-3 in a
     decay is accepted.
     """
-    if GATE == 0:
+    if GATE == GATE_LOG:
         y = at_least(g * LOG2E, MIN_STEP)
-    elif GATE == 1 and COARSE and ASM:
+    elif GATE == GATE_SOFTPLUS and COARSE and ASM:
         # A rate of 0 times the largest finite number is 0. The logarithm of 1 + e loses what a large rate needs of it.
         rate, shift = shifted_rate(a_exp, ASM)
         x = tl.minimum((g + bias) * LOG2E + shift, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         e = exp2(-tl.abs(x), ASM)
         y = -rate * (tl.maximum(x, 0.0) + tl.where(e < SMALL_EXPONENTIAL, e * LOG2E, log2(1.0 + e, ASM)))
         y = at_least(y, MIN_STEP)
-    elif GATE == 1:
+    elif GATE == GATE_SOFTPLUS:
         y = at_least(rate_softplus(g + bias, a_exp) * -LOG2E, MIN_STEP)
     else:
         # A rate of 0 makes 0 of every input, but leaves what is not inside.
@@ -180,9 +194,9 @@ def log2_decay(x, a_exp, lower_bound, GATE: tl.constexpr):
     ``x`` is ``g + dt_bias`` in float32, ``a_exp`` is ``exp(A_log)`` (1 where A_log is absent; unused for
     GATE_LOG), ``lower_bound`` a natural-log bound (used by GATE_SIGMOID alone).
     """
-    if GATE == 0:
+    if GATE == GATE_LOG:
         y = x * LOG2E
-    elif GATE == 1:
+    elif GATE == GATE_SOFTPLUS:
         y = rate_softplus(x, a_exp) * -LOG2E
     else:
         y = (lower_bound * LOG2E) * sigmoid(a_exp * held(x))

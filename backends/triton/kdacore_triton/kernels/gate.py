@@ -5,23 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LARGEST, at_least, gate_rate, held, rate_sigmoid, rate_softplus, sigmoid
+from .common import GATE_SOFTPLUS, LARGEST, at_least, gate_rate, held, rate_sigmoid, rate_softplus, sigmoid
 
 SHRINK = tl.constexpr(2.0**-16)
 """Terms of a span's sums are multiplied by this, so that the largest of them do not overflow."""
 
 
 @triton.jit
-def _load(g_ptr, a_log_ptr, bias_ptr, row, col, rows, COLS, K):
+def _load(g, A_log, dt_bias, row, col, rows, COLS, K):
     """``g + dt_bias`` and ``exp(A_log)`` of a block, with the block's offsets and mask."""
     inside = (row < rows)[:, None] & (col < COLS)[None, :]
     at = row.to(tl.int64)[:, None] * COLS + col[None, :]
-    x = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x += held(tl.load(bias_ptr + col, mask=col < COLS, other=0.0).to(tl.float32))[None, :]
+    x = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    if dt_bias is not None:
+        x += held(tl.load(dt_bias + col, mask=col < COLS, other=0.0).to(tl.float32))[None, :]
     rate = tl.full(col.shape, 1.0, tl.float32)
-    if a_log_ptr is not None:
-        rate = gate_rate(tl.load(a_log_ptr + col // K, mask=col < COLS, other=0.0))
+    if A_log is not None:
+        rate = gate_rate(tl.load(A_log + col // K, mask=col < COLS, other=0.0))
     return x, rate[None, :], at, inside
 
 
@@ -33,28 +33,28 @@ def log_softplus(x, rate):
 
 @triton.jit(do_not_specialize=["rows", "COLS", "K"])
 def gate_kernel(
-    g_ptr, a_log_ptr, bias_ptr, out_ptr, rows, COLS, K, lower_bound,
+    g, A_log, dt_bias, log_decay, rows, COLS, K, lower_bound,
     GATE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Natural-log decays in float32. Grid: blocks of R rows, blocks of BC columns; ``COLS = HV * K``."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     col = tl.program_id(1) * BC + tl.arange(0, BC)
-    x, rate, at, inside = _load(g_ptr, a_log_ptr, bias_ptr, row, col, rows, COLS, K)
-    if GATE == 1:
+    x, rate, at, inside = _load(g, A_log, dt_bias, row, col, rows, COLS, K)
+    if GATE == GATE_SOFTPLUS:
         y = log_softplus(x, rate)
     else:
         y = lower_bound * sigmoid(rate * held(x))
-    tl.store(out_ptr + at, y, mask=inside)
+    tl.store(log_decay + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "COLS", "K", "SPAN"])
 def gate_backward_kernel(
-    g_ptr, a_log_ptr, bias_ptr, dlog_ptr, dg_ptr, drate_ptr, dbias_ptr, rows, COLS, K, SPAN, lower_bound,
+    g, A_log, dt_bias, dlog_decay, dg, dA_part, dbias_part, rows, COLS, K, SPAN, lower_bound,
     GATE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """``dg``, at most MOST, and per span of rows and column the sums that make ``dA_log`` and ``ddt_bias``.
 
-    Grid: spans of SPAN rows, blocks of BC columns. ``drate_ptr``, ``dbias_ptr``: ``[spans, COLS]`` float32 or None.
+    Grid: spans of SPAN rows, blocks of BC columns. ``dA_part``, ``dbias_part``: ``[spans, COLS]`` float32 or None.
     """
     col = tl.program_id(1) * BC + tl.arange(0, BC)
     first = tl.program_id(0) * SPAN
@@ -63,9 +63,9 @@ def gate_backward_kernel(
     dbias = tl.zeros([BC], tl.float32)
     for r0 in tl.range(first, end, R):
         row = r0 + tl.arange(0, R)
-        x, rate, at, inside = _load(g_ptr, a_log_ptr, bias_ptr, row, col, end, COLS, K)
-        dlog = tl.load(dlog_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if GATE == 1:
+        x, rate, at, inside = _load(g, A_log, dt_bias, row, col, end, COLS, K)
+        dlog = tl.load(dlog_decay + at, mask=inside, other=0.0).to(tl.float32)
+        if GATE == GATE_SOFTPLUS:
             dx = dlog * -rate_sigmoid(x, rate)
             da = dlog * log_softplus(x, rate)
         else:
@@ -78,13 +78,13 @@ def gate_backward_kernel(
         dx = tl.where(inside, held(dx), 0.0)
         da = tl.where(inside, held(da), 0.0)
         stored = tl.clamp(dx, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(dg_ptr + at, stored.to(dg_ptr.dtype.element_ty), mask=inside)
+        tl.store(dg + at, stored.to(dg.dtype.element_ty), mask=inside)
         dbias += tl.sum(dx * SHRINK, 0)
         drate += tl.sum(da * SHRINK, 0)
     drate = held(drate * (1.0 / SHRINK))
     dbias = held(dbias * (1.0 / SHRINK))
     out = tl.program_id(0).to(tl.int64) * COLS + col
-    if drate_ptr is not None:
-        tl.store(drate_ptr + out, drate, mask=col < COLS)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + out, dbias, mask=col < COLS)
+    if dA_part is not None:
+        tl.store(dA_part + out, drate, mask=col < COLS)
+    if dbias_part is not None:
+        tl.store(dbias_part + out, dbias, mask=col < COLS)

@@ -5,40 +5,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import gate_rate, held, sigmoid
+from .common import BETA_SIGMOID, BETA_TWICE_SIGMOID, gate_rate, held, sigmoid
 
 
 @triton.jit
-def load_beta(beta_ptr, row, inside, SIGMOID: tl.constexpr, FACTOR: tl.constexpr):
-    """The rates of some rows in float32: ``FACTOR * sigmoid(beta)``, or beta itself; zero outside."""
-    b = tl.load(beta_ptr + row, mask=inside, other=0.0).to(tl.float32)
-    if SIGMOID:
-        b = tl.where(inside, FACTOR * sigmoid(b), 0.0)
+def load_beta(beta, row, inside, BETA: tl.constexpr):
+    """The rates of some rows in float32 as the recurrence uses them; zero outside."""
+    b = tl.load(beta + row, mask=inside, other=0.0).to(tl.float32)
+    if BETA == BETA_SIGMOID:
+        b = tl.where(inside, sigmoid(b), 0.0)
+    elif BETA == BETA_TWICE_SIGMOID:
+        b = tl.where(inside, 2.0 * sigmoid(b), 0.0)
     return b
 
 
 @triton.jit
-def load_gate_rate(a_log_ptr, hv):
+def load_gate_rate(A_log, hv):
     """``exp(A_log)`` of a head, 1 without A_log."""
     rate = 1.0
-    if a_log_ptr is not None:
-        rate = gate_rate(tl.load(a_log_ptr + hv))
+    if A_log is not None:
+        rate = gate_rate(tl.load(A_log + hv))
     return rate
 
 
 @triton.jit
-def load_gate_bias(bias_ptr, hv, d, K: tl.constexpr, BK: tl.constexpr):
-    """``dt_bias`` of a head as a finite ``[1, BK]`` row, zeros without it."""
-    bias = tl.zeros([1, BK], tl.float32)
-    if bias_ptr is not None:
-        bias = held(tl.load(bias_ptr + hv * K + d, mask=d < K, other=0.0).to(tl.float32))[None, :]
+def load_gate_bias(dt_bias, hv, d, K: tl.constexpr, KP: tl.constexpr):
+    """``dt_bias`` of a head as a finite ``[1, KP]`` row, zeros without it."""
+    bias = tl.zeros([1, KP], tl.float32)
+    if dt_bias is not None:
+        bias = held(tl.load(dt_bias + hv * K + d, mask=d < K, other=0.0).to(tl.float32))[None, :]
     return bias
 
 
 @triton.jit
-def load_scalar_bias(bias_ptr, hv):
+def load_scalar_bias(dt_bias, hv):
     """``dt_bias`` of a head with one gate, finite, 0 without it."""
     bias = 0.0
-    if bias_ptr is not None:
-        bias = held(tl.load(bias_ptr + hv).to(tl.float32))
+    if dt_bias is not None:
+        bias = held(tl.load(dt_bias + hv).to(tl.float32))
     return bias

@@ -36,14 +36,12 @@ def prefetch_tile(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def prefetch_inputs(
-    q, k, g, v, start, rows, H, h, HV, hv, K, V, KP: tl.constexpr, VP: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def prefetch_inputs(inputs, at, KP: tl.constexpr, VP: tl.constexpr, SIZE: tl.constexpr):
     """Up to SIZE rows of the q, k, g and v of one value head."""
-    prefetch_rows(q, start, rows, H * K, h * K, K, KP, SIZE)
-    prefetch_rows(k, start, rows, H * K, h * K, K, KP, SIZE)
-    prefetch_rows(g, start, rows, HV * K, hv * K, K, KP, SIZE)
-    prefetch_rows(v, start, rows, HV * V, hv * V, V, VP, SIZE)
+    prefetch_rows(inputs.q, at.start, at.rows, at.H * at.K, at.h * at.K, at.K, KP, SIZE)
+    prefetch_rows(inputs.k, at.start, at.rows, at.H * at.K, at.h * at.K, at.K, KP, SIZE)
+    prefetch_rows(inputs.g, at.start, at.rows, at.HV * at.K, at.hv * at.K, at.K, KP, SIZE)
+    prefetch_rows(inputs.v, at.start, at.rows, at.HV * at.V, at.hv * at.V, at.V, VP, SIZE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Which row of a state pool a sequence starts from and which one it writes, read from a call's index arrays.
 
-``indices`` is ``state_indices``, ``filled`` is ``has_initial_state`` and ``goals`` is ``write_indices``, each None
-where the call has none. ``null`` is a row number that names no slot besides the negative ones, or None.
+The index arrays are None where the call has none. ``null`` is a row number that names no slot besides the negative
+ones, or None.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ def load_slot(at, null):
 
 
 @triton.jit
-def rows_of_sequence(n, indices, filled, null):
+def rows_of_sequence(n, state_indices, has_initial_state, null):
     """``(row, own)`` of sequence n: the row that it starts from, negative for zeros, and its slot, negative when it is
     padding."""
     own = n.to(tl.int64)
-    if indices is not None:
-        own = load_slot(indices + n, null)
+    if state_indices is not None:
+        own = load_slot(state_indices + n, null)
     row = own
-    if filled is not None:
-        row = tl.where(tl.load(filled + n), row, -1)
+    if has_initial_state is not None:
+        row = tl.where(tl.load(has_initial_state + n), row, -1)
     return row, own
 
 
 @triton.jit
-def row_written(n, own, indices, goals, null, INPLACE: tl.constexpr):
+def row_written(n, own, state_indices, write_indices, null, INPLACE: tl.constexpr):
     """The row that sequence n's final state goes to, negative for none. ``own``: its slot."""
     goal = n.to(tl.int64)
     if INPLACE:
         goal = own
-        if goals is not None:
-            goal = load_slot(goals + n, null)
-            if indices is not None:
+        if write_indices is not None:
+            goal = load_slot(write_indices + n, null)
+            if state_indices is not None:
                 goal = tl.where(own < 0, -1, goal)
     return goal
 
 
 @triton.jit
 def pool_cell(
-    d, vv, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, BK: tl.constexpr, BVP: tl.constexpr
+    d, vv, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr
 ):  # fmt: skip
     """Offsets in one head's state of channels ``d`` (columns) and values ``vv`` (rows), by the pool's own strides."""
-    if K_STRIDE * BK + V_STRIDE * BVP >= 2**31:
+    if K_STRIDE * KP + V_STRIDE * VP >= 2**31:
         d = d.to(tl.int64)
         vv = vv.to(tl.int64)
     return d[None, :] * K_STRIDE + vv[:, None] * V_STRIDE
@@ -69,8 +69,8 @@ def row_mask(real, vv, row, MAYBE_NONE: tl.constexpr):
 
 @triton.jit
 def load_pool_state(
-    ptr, row, row_stride, hv, h_stride, cell, real, vv, MAYBE_NONE: tl.constexpr
+    state, row, row_stride, hv, h_stride, cell, real, vv, MAYBE_NONE: tl.constexpr
 ):  # fmt: skip
     """The state of value head ``hv`` (64 bits) in a row, float32; 0 where not ``real``, and without a row."""
-    at = ptr + row * row_stride + hv * h_stride + cell
+    at = state + row * row_stride + hv * h_stride + cell
     return tl.load(at, mask=row_mask(real, vv, row, MAYBE_NONE), other=0.0).to(tl.float32)

@@ -1,5 +1,5 @@
-// Divisions by numbers that the host knows, which gives a factor and a shift for each
-// (fast_division.py). A division of integers takes about 20 instructions and 100 cycles.
+// Divisions by numbers that are the same for the whole launch. The host computes a factor and a shift for
+// each (division() of request_encoding.py). A division of integers takes about 20 instructions and 100 cycles.
 #pragma once
 
 #include "common/ptx.cuh"

@@ -20,6 +20,9 @@ typedef unsigned short u16;
 #define KDA_CLUSTER_2 __cluster_dims__(2, 1, 1)
 #define KDA_CLUSTER_4 __cluster_dims__(4, 1, 1)
 #define KDA_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+// Bytes of dynamic shared memory that a launch of the kernel must have, once in every source file. The host
+// reads this constant from the compiled kernel; several numbers are those of several kinds of blocks.
+#define KDA_SHARED_BYTES(...) extern "C" __constant__ const u32 shared_bytes[] = {__VA_ARGS__}
 #define KDA_PARAM const __grid_constant__
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -2,7 +2,7 @@
 // those of the threads that wait.
 //
 // One lane arrives for its warp, after __syncwarp. racecheck tracks only the threads that arrive
-// and reports the other lanes; with EVERY_LANE (see kernel_source.py) each lane arrives for itself, and all
+// and reports the other lanes; with EVERY_LANE (build/kernel_source.py) each lane arrives for itself, and all
 // barriers expect 32 times as many.
 #pragma once
 

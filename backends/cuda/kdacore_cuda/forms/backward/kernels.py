@@ -8,7 +8,9 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SCAN_OUTPUTS, ParamStruct
+from kdacore_cuda.runtime.launcher import Launcher
 
 _SOURCES = "sm90/chunk_backward"
 
@@ -18,12 +20,21 @@ class ChunkBackwardKernel(NamedTuple):
 
     source: KernelSource
     threads: int
-    shared: int
-    """Dynamic shared memory in bytes; the source asserts that its layout fits."""
     grid: Callable[[int, int, int], int]
     """Blocks, given the units (chunk slots times value heads), the sequences times value heads, and
     the multiprocessors."""
     params: ParamStruct = CHUNK_BACKWARD
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory in bytes."""
+        return shared_bytes(self.source)
+
+
+@cache
+def launcher(kernel: ChunkBackwardKernel) -> Launcher:
+    """The launcher of one kernel."""
+    return Launcher(kernel.source, kernel.params, kernel.threads, kernel.shared)
 
 
 SUMS_THREADS, GROUPS_THREADS = 512, 256
@@ -43,10 +54,6 @@ def groups_kernel() -> KernelSource:
     return KernelSource(f"{_SOURCES}/groups.cu", "groups", (("THREADS", GROUPS_THREADS),))
 
 
-SCAN_SHARED = 231680
-"""Bytes: the ring buffers' stages, the staging area of stores, barriers."""
-
-
 def state_threads(warpgroups: int) -> int:
     """Threads of a block that carries a state: warpgroups with 64 of its rows each, and warps that
     load."""
@@ -61,11 +68,9 @@ def scan_kernel(warpgroups: int = 2) -> ChunkBackwardKernel:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one, see
             :func:`scan_warpgroups`.
     """
-    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", SCAN_SHARED))
     return ChunkBackwardKernel(
-        KernelSource(f"{_SOURCES}/scan.cu", "scan", defines),
+        KernelSource(f"{_SOURCES}/scan.cu", "scan", (("WARPGROUPS", warpgroups),)),
         state_threads(warpgroups),
-        SCAN_SHARED,
         lambda units, heads, multiprocessors: 4 // warpgroups * heads,
     )
 
@@ -83,11 +88,9 @@ def scan_outputs_kernel(warpgroups: int) -> ChunkBackwardKernel:
     Args:
         warpgroups: per block, as in :func:`scan_kernel`; see :func:`one_way_warpgroups`.
     """
-    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", SCAN_SHARED))
     return ChunkBackwardKernel(
-        KernelSource(f"{_SOURCES}/scan_outputs.cu", "scan_outputs", defines),
+        KernelSource(f"{_SOURCES}/scan_outputs.cu", "scan_outputs", (("WARPGROUPS", warpgroups),)),
         state_threads(warpgroups),
-        SCAN_SHARED,
         lambda units, heads, multiprocessors: 2 // warpgroups * heads,
         SCAN_OUTPUTS,
     )
@@ -96,10 +99,6 @@ def scan_outputs_kernel(warpgroups: int) -> ChunkBackwardKernel:
 def one_way_warpgroups(heads: int, multiprocessors: int) -> int:
     """:func:`scan_warpgroups` of a launch whose blocks all go in one direction."""
     return 1 if 2 * heads <= multiprocessors else 2
-
-
-_PREPARE_SHARED = {True: 76560, False: 102160}
-"""Bytes, by whether gates are bounded: three blocks per multiprocessor, else two."""
 
 
 @cache
@@ -111,17 +110,12 @@ def prepare_kernel(
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
-        for_segments: the operands that :mod:`kdacore_cuda.forms.segments.forward` needs, one block
+        for_segments: the operands that :mod:`kdacore_cuda.forms.segments.launches` needs, one block
             of memory per unit; else those of the backward, one array each. For bounded gates
             :func:`kdacore_cuda.forms.segments.kernels.segments_prepare_kernel` is faster.
         leaving_only: of the sequence of a pack that ends at T alone.
     """
-    shared = _PREPARE_SHARED[bounded]
-    defines: tuple[tuple[str, int], ...] = (
-        ("G_FLOAT", int(float_gate)),
-        ("BOUNDED", int(bounded)),
-        ("SHARED_BYTES", shared),
-    )
+    defines: tuple[tuple[str, int], ...] = (("G_FLOAT", int(float_gate)), ("BOUNDED", int(bounded)))
     if for_segments:
         defines += (("FOR_SEGMENTS", 1),)
     if leaving_only:
@@ -129,7 +123,6 @@ def prepare_kernel(
     return ChunkBackwardKernel(
         KernelSource(f"{_SOURCES}/prepare.cu", "prepare", defines),
         256,
-        shared,
         lambda units, heads, multiprocessors: units,
     )
 
@@ -144,13 +137,10 @@ def grads_kernel(float_gate: bool, grouped: bool, bounded: bool = True) -> Chunk
             :func:`groups_kernel`.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
     """
-    shared = 232448
-    flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "BOUNDED": bounded, "SHARED_LIMIT": shared}
+    flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "BOUNDED": bounded}
     defines = tuple((name, int(x)) for name, x in flags.items())
     source = KernelSource(f"{_SOURCES}/grads.cu", "grads", defines)
-    return ChunkBackwardKernel(
-        source, 512, shared, lambda units, heads, multiprocessors: min(units, multiprocessors)
-    )
+    return ChunkBackwardKernel(source, 512, lambda units, heads, multiprocessors: min(units, multiprocessors))
 
 
 def packaged_chunk_backward_kernels() -> Iterator[KernelSource]:

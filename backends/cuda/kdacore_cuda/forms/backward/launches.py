@@ -1,202 +1,226 @@
-"""The launches of the chunk backward as data, for cached calls to prepack: what each is given, and
-where in the workspace its arrays lie."""
+"""The launches of the chunk backward on Hopper as data.
+
+Everything is recomputed from the inputs, where the forward has saved nothing (:mod:`kdacore_cuda.forms.kept.sizes`,
+:mod:`kdacore_cuda.forms.segments.saved`), in two groups, so that memory of the first can become gradients. The first:
+prepare (operands of each chunk) and scan (states forward and their gradients in reverse, side by side in one grid; with
+few heads in segments, :mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each
+chunk), and sums (over the value heads of a group, and over chunks).
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
-from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import segments as chunk_backward_segments
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.backward.kernels import (
     GROUPS_THREADS,
+    SUMS_THREADS,
     ChunkBackwardKernel,
     grads_kernel,
+    groups_kernel,
+    launcher,
+    one_way_warpgroups,
     prepare_kernel,
+    scan_kernel,
+    scan_warpgroups,
+    sums_kernel,
 )
-from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE
+from kdacore_cuda.forms.backward.segments import scan_in_segments
+from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, takes_float_gate
 from kdacore_cuda.forms.kept.sizes import kept_places
-from kdacore_cuda.forms.segments import saved as chunk_kept_segments
-from kdacore_cuda.kernel_parameters import ITEM_SIZES, TYPES
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
+from kdacore_cuda.forms.launches import TOKENS, Launches
+from kdacore_cuda.forms.segments import saved as saved_maps
+from kdacore_cuda.kernel_parameters import GROUPS, ITEM_SIZES, SUMS
+from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice, type_code
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
+from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import NOTHING, Clear, Launch, Program, Value
 
-INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "h0")
-FIRST_ARRAYS = (*INPUTS, "d_o", "d_ht", "d_h0", "kept", "both", "first")
-"""Arrays that the first launches may take; ``both`` and ``first`` are buffers of the workspace,
-``kept`` is that of :mod:`kdacore_cuda.forms.kept.sizes` or :mod:`kdacore_cuda.forms.segments.saved`."""
-SECOND_ARRAYS = (
-    *(*INPUTS, "d_o", "kept", "both", "second", "zeroed"),
-    *("dq", "dk", "dv", "dg", "dbeta", "d_A", "d_bias"),
-)
-"""Arrays that the other launches may take; ``second`` and ``zeroed`` are buffers of the
-workspace."""
+INPUTS = (*TOKENS, "A_log", "dt_bias", "cu_seqlens", "initial_state")
+FIRST_ARRAYS = (*INPUTS, "d_o", "d_ht", "d_h0", "saved", "both", "first")
+"""Arrays that the first launches take; ``both`` and ``first`` are buffers, ``saved`` is the forward's."""
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_A", "d_bias")
+SECOND_ARRAYS = (*INPUTS, "d_o", "saved", "both", "second", "zeroed", *GRADIENTS, "dA_part", "dbias_part")
+"""Arrays that the other launches take; ``second`` and ``zeroed`` are buffers. ``dA_part`` and ``dbias_part`` are given
+only where sums over chunks are left to the caller."""
 
-Places = dict[str, tuple[str, int]]
-"""Field of a kernel's parameters to the name of an array and an offset in it, in bytes."""
-KernelLaunch = tuple[str, ChunkBackwardKernel, int]
-"""Name, kernel and blocks of a launch."""
-_STRIDES = tuple(f"{name}_{axis}" for name in INPUTS[:5] for axis in ("sb", "st", "sh"))
+Scan = tuple[tuple[str, ChunkBackwardKernel], ...]
+"""The launches between prepare and grads: names and kernels, in order."""
 
 
 class BackwardLaunches(NamedTuple):
-    """The launches of a backward in two groups, so that memory of the first can become gradients.
+    """The launches of a backward in two groups."""
 
-    ``arch`` is the architecture whose kernels are loaded. Buffers are in bytes, 0 where there is
-    none.
-    """
-
-    first: tuple[PlannedLaunch, ...]
-    """With :data:`FIRST_ARRAYS`."""
-    second: tuple[PlannedLaunch, ...]
+    first: Launches
+    """With :data:`FIRST_ARRAYS`. The buffer ``first`` is free when they are queued, ``both`` when the others are."""
+    second: Launches
     """With :data:`SECOND_ARRAYS`; they write the gradients."""
-    both_bytes: int
-    """Of the buffer that lives through both groups."""
-    first_bytes: int
-    """Of the buffer that is freed when the first group is queued."""
-    second_bytes: int
-    """Of the buffer that is allocated after that."""
-    zeroed_floats: int
-    """Float32 numbers of another such, which begins as zeros."""
-    arch: str
-    takes_kept: bool
-    """The forward's buffer is read; without it, these launches cannot serve a call."""
 
 
 def launches_of(
-    request: Request, strides: tuple[int, ...], wanted: InputGrads, kept_segments: bool = False
+    r: Request, wanted: InputGrads, saved: str = "", sums_to_caller: bool = False
 ) -> BackwardLaunches:
-    """The launches of :func:`kdacore_cuda.forms.backward.gradients.backward`.
+    """The launches of a backward, given contiguous arrays.
 
     Args:
-        request: the call; g is not float16.
-        strides: batch, token and head strides of q, k, v, g and beta.
-        wanted: for each gradient whether a call returns it. Parts of the others may be left out.
-        kept_segments: the forward keeps what :mod:`kdacore_cuda.forms.segments.saved` says.
-
-    The values of their parameters are those of that function, except that sums for gradients of
-    A_log and dt_bias, and the gradient of the initial state, are 0 where they are not wanted.
+        r: the call; kernels are given g as :func:`kdacore_cuda.forms.chunk_numbers.g_type` says.
+        wanted: for each gradient whether a call returns it.
+        saved: what is there of the forward's: :attr:`kdacore_cuda.choice.Choice.saves`.
+        sums_to_caller: sums for gradients of A_log and dt_bias over chunks are left to the caller.
     """
-    r, plan = request, chunk_backward.plan_of(request)
-    index, units = r.device.index, plan.sizes["units"]
-    saves_operands = chosen(r).saves == "operands"
-    kept_at = kept_places(units) if saves_operands else {}
-    made, scan_workspace, own_sizes = _first_launches(r, plan, saves_operands, kept_segments)
-    if kept_segments:
-        kept_at = chunk_kept_segments.kept_places(scan_workspace["starts"] // chunk_kept_segments.START_BYTES)
-    first, both, second, zeroed = (_Buffer(name) for name in ("first", "both", "second", "zeroed"))
-    work = {name: ("kept", offset) for name, offset in kept_at.items()}
-    work |= {
-        name: (first if name in READ_BY_SCAN_ONLY else both).add(units * elements * ITEM_SIZES[dtype])
-        for name, (elements, dtype) in WORKSPACE.items()
-        if name not in kept_at
-    }
-    work |= {name: first.add(size) for name, size in scan_workspace.items() if name not in kept_at}
+    numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
+    units = int(numbers["units"])
+    numbers["call_flags"] = numbers["flags"]
+    scan, own, sizes = _scan_of(r, saved, numbers)
+    numbers |= own
+    first, both, second, zeroed = (Buffer() for _ in range(4))
+    offsets: dict[str, int] = {}
+    if saved == "operands":
+        offsets |= kept_places(units)
+    elif saved == "maps":
+        offsets |= saved_maps.kept_places(sizes["starts"] // saved_maps.START_BYTES)
+    in_saved = frozenset(offsets)
+    for name, (elements, dtype) in WORKSPACE.items():
+        if name not in in_saved:
+            buffer = first if name in READ_BY_SCAN_ONLY else both
+            offsets[name] = buffer.add(units * elements * ITEM_SIZES[dtype])
+    offsets |= {name: first.add(size) for name, size in sizes.items() if name not in in_saved}
     sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
-    parts = {
-        part: sums.add(units * 4 * width)
-        for part, width, is_wanted in (("dbias_part", r.K, wanted.dt_bias), ("dA_part", 1, wanted.A_log))
-        if is_wanted
+    parts = tuple(
+        name for name, is_wanted in (("dA_part", wanted.A_log), ("dbias_part", wanted.dt_bias)) if is_wanted
+    )
+    for name in parts if not sums_to_caller else ():
+        offsets[name] = sums.add(units * 4 * (r.K if name == "dbias_part" else 1))
+    grouped = r.HV != r.H
+    in_second = _gradients_in_second(r, grouped, wanted)
+    offsets |= {name: second.add(size) for name, size in in_second.items()}
+
+    grads = grads_kernel(takes_float_gate(r), grouped, has_bounded_gate(r))
+    rows = r.B * r.T * r.H
+    numbers |= {f"{name}_at": at for name, at in offsets.items()} | {
+        "grads_blocks": grads.grid(units, r.N * r.HV, multiprocessors),
+        "group_blocks": -(-rows // (GROUPS_THREADS // 32)),
+        "rows": rows,
+        "slots": chunk_slots(r),
+        "A_type": type_code(r, "A_log"),
+        "zeroed_bytes": zeroed.bytes,
     }
-    gradients = _places_of_gradients(r, plan.grouped, wanted, second)
-
-    inputs = {name: (name, 0) for name in INPUTS if r.has("initial_state" if name == "h0" else name)}
-    flows = {name: (name, 0) for name in ("d_o", "d_ht", "d_h0") if name != "d_h0" or wanted.initial_state}
-    fixed: dict[str, Any] = {**plan.sizes, **own_sizes, **dict(zip(_STRIDES, strides, strict=True))}
-
-    def planned(launch: KernelLaunch, *arrays: Places) -> PlannedLaunch:
-        given = {field: place for group in (inputs, *arrays) for field, place in group.items()}
-        name, kernel, blocks = launch
-        return PlannedLaunch(name, chunk_backward.launcher(kernel), blocks, given, fixed)
-
-    grads = grads_kernel(plan.float_gate, plan.grouped, plan.bounded)
-    left = {name: work[name] for name in WORKSPACE if name not in READ_BY_SCAN_ONLY}
-    last = [
-        planned(("grads", grads, plan.grid(grads, index)), left, gradients, parts, {"d_o": ("d_o", 0)}),
-    ]
-    if plan.grouped:
-        last += [
-            _group(r, x, strides[3 * i : 3 * i + 3], gradients[f"d{x}"])
-            for i, x in enumerate(("q", "k"))
-            if getattr(wanted, x)
-        ]
-    if parts:
-        last.append(_sums(r, parts))
+    names, arch = tuple(numbers), arch_of(r)
+    work = frozenset(sizes)
+    one = _first_program(scan, in_saved, work, names)
+    two = _second_program(
+        grads, grouped, wanted, in_saved, frozenset(in_second), parts, sums_to_caller, r.packed, names
+    )
     return BackwardLaunches(
-        first=tuple(planned(launch, work, flows) for launch in made),
-        second=tuple(last),
-        both_bytes=both.bytes,
-        first_bytes=first.bytes,
-        second_bytes=second.bytes,
-        zeroed_floats=zeroed.bytes // 4,
-        arch=plan.arch,
-        takes_kept=bool(kept_at),
+        Launches(one, numbers, arch, {"both": both.bytes, "first": first.bytes}),
+        Launches(two, numbers, arch, {"second": second.bytes, "zeroed": zeroed.bytes}),
     )
 
 
-def _first_launches(
-    r: Request, plan: chunk_backward.ChunkBackwardPlan, kept: bool, kept_segments: bool
-) -> tuple[tuple[KernelLaunch, ...], dict[str, int], dict[str, int]]:
-    """What is launched before the gradients; bytes of the arrays that it needs beside the common
-    workspace, and numbers that it takes beside those of ``plan``, by field."""
-    index = r.device.index
-    if kept:
-        return (chunk_backward.reverse_launch(r, index),), {}, {}
-    prepare = prepare_kernel(plan.float_gate, plan.bounded)
-    launches, segments = chunk_backward.scan_launches(r, index, kept_segments)
-    all_launches = (("prepare", prepare, plan.grid(prepare, index)), *launches)
-    if segments is None:
-        return all_launches, {}, {}
-    return all_launches, chunk_backward_segments.workspace_bytes(segments, r.HV), segments.sizes
+def _scan_of(
+    r: Request, saved: str, numbers: dict[str, float]
+) -> tuple[Scan, dict[str, float], dict[str, int]]:
+    """What is launched before the gradients; its numbers; bytes of the arrays that it needs beside the common
+    workspace."""
+    items, heads, multiprocessors = r.N * r.HV, items_for_choice(r), multiprocessors_of(r)
+    units = int(numbers["units"])
+    if saved == "operands":  # of the scan's blocks the reverse ones come first
+        warpgroups = one_way_warpgroups(heads, multiprocessors)
+        return (("scan", scan_kernel(warpgroups)),), {"scan_blocks": 2 // warpgroups * items}, {}
+    prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
+    own: dict[str, float] = {"prepare_blocks": prepare.grid(units, items, multiprocessors)}
+    if saved == "maps" or chosen(r).backward_in_segments:
+        launches, sizes, more = scan_in_segments(r, saved == "maps")
+        return (("prepare", prepare), *launches), own | more, sizes
+    scan = scan_kernel(scan_warpgroups(heads, multiprocessors))
+    own["scan_blocks"] = scan.grid(units, items, multiprocessors)
+    return (("prepare", prepare), ("scan", scan)), own, {}
 
 
-def _places_of_gradients(r: Request, grouped: bool, wanted: InputGrads, second: _Buffer) -> Places:
-    """Where the gradients kernel writes: to a call's results, or to the buffer where they are yet
-    to be summed (dq and dk of each value head, float32) or not wanted."""
-    places: Places = {}
+def _gradients_in_second(r: Request, grouped: bool, wanted: InputGrads) -> dict[str, int]:
+    """The gradients that are yet to be summed (dq and dk of each value head, float32) or not wanted, with bytes: the
+    gradients kernel writes them to the buffer ``second``."""
+    found = {}
     for x, width in (("q", r.K), ("k", r.K), ("v", r.V), ("g", r.K), ("beta", 1)):
         summed = grouped and x in ("q", "k")
         if summed or not getattr(wanted, x):
             size = 4 if summed else ITEM_SIZES[r.spec(x).dtype]
-            places[f"d{x}"] = second.add(r.B * r.T * r.HV * width * size)
-        else:
-            places[f"d{x}"] = (f"d{x}", 0)
-    return places
+            found[f"d{x}"] = r.B * r.T * r.HV * width * size
+    return found
 
 
-class _Buffer:
-    """Arrays one after another, each at a multiple of 256 bytes from the buffer's start."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.bytes = name, 0
-
-    def add(self, size: int) -> tuple[str, int]:
-        """The place of an array of ``size`` bytes: this buffer's name, and an offset."""
-        place = self.name, self.bytes
-        self.bytes += -(-size // 256) * 256
-        return place
-
-
-def _group(r: Request, x: str, strides: tuple[int, ...], part: tuple[str, int]) -> PlannedLaunch:
-    rows = r.B * r.T * r.H
-    sizes = chunk_backward.plan_of(r).sizes
-    fixed = dict(zip(("x_sb", "x_st", "x_sh"), strides, strict=True))
-    fixed |= {"rows": rows, **{name: sizes[name] for name in ("T", "H", "HV", "flags")}}
-    return PlannedLaunch(
-        f"groups of {x}",
-        chunk_backward._groups_launcher(),
-        -(-rows // (GROUPS_THREADS // 32)),
-        {"x": (x, 0), "part": part, "out": (f"d{x}", 0)},
-        fixed,
+def _place(name: str, in_saved: frozenset[str]) -> Value:
+    """Where an array of the workspace lies."""
+    buffer = (
+        "saved"
+        if name in in_saved
+        else "both"
+        if name in WORKSPACE and name not in READ_BY_SCAN_ONLY
+        else "first"
     )
+    return buffer, f"{name}_at"
 
 
-def _sums(r: Request, parts: Places) -> PlannedLaunch:
-    results = {"dA_part": ("d_A", "A_type", "A_log"), "dbias_part": ("d_bias", "bias_type", "dt_bias")}
-    fixed = {"slots": chunk_backward.plan_of(r).slots, "HV": r.HV}
-    arrays = dict(parts)
-    for part in parts:
-        field, kind, name = results[part]
-        arrays[field] = (field, 0)
-        fixed[kind] = TYPES[r.spec(name).dtype]
-    return PlannedLaunch("sums", chunk_backward._sums_launcher(), r.HV, arrays, fixed)
+@cache
+def _first_program(
+    scan: Scan, in_saved: frozenset[str], more: frozenset[str], numbers: tuple[str, ...]
+) -> Program:
+    """``more``: arrays that the scan needs beside the common workspace."""
+    fields: dict[str, Value] = {name: _place(name, in_saved) for name in (*WORKSPACE, *sorted(more))}
+    fields["h0"] = "initial_state"
+    steps = [Launch(name, launcher(kernel), f"{name}_blocks", fields) for name, kernel in scan]
+    return Program(steps, FIRST_ARRAYS, numbers)
+
+
+@cache
+def _second_program(
+    grads: ChunkBackwardKernel,
+    grouped: bool,
+    wanted: InputGrads,
+    in_saved: frozenset[str],
+    in_second: frozenset[str],
+    parts: tuple[str, ...],
+    sums_to_caller: bool,
+    packed: bool,
+    numbers: tuple[str, ...],
+) -> Program:
+    left = [name for name in WORKSPACE if name not in READ_BY_SCAN_ONLY]
+    fields: dict[str, Value] = {name: _place(name, in_saved) for name in left}
+    fields |= {name: ("second", f"{name}_at") for name in in_second}
+    at: dict[str, Value] = {
+        name: name if sums_to_caller else ("zeroed" if packed else "both", f"{name}_at") for name in parts
+    }
+    absent: dict[str, Value] = {name: NOTHING for name in ("dA_part", "dbias_part") if name not in parts}
+    steps: list[Launch | Clear] = []
+    if packed and parts and not sums_to_caller:
+        steps.append(Clear("zeroed", "zeroed_bytes"))
+    steps.append(
+        Launch("grads", launcher(grads), "grads_blocks", {"h0": "initial_state", **fields, **at, **absent})
+    )
+    for x in ("q", "k") if grouped else ():
+        if getattr(wanted, x):
+            own: dict[str, Value] = {f"x_{axis}": f"{x}_{axis}" for axis in ("sb", "st", "sh")}
+            own |= {"x": x, "part": fields[f"d{x}"], "out": f"d{x}", "flags": "call_flags"}
+            steps.append(Launch(f"groups of {x}", _groups_launcher(), "group_blocks", own))
+    if parts and not sums_to_caller:
+        sums: dict[str, Value] = {**at, **absent}
+        if "dA_part" not in parts:
+            sums |= {"d_A": NOTHING, "A_type": NOTHING}
+        if "dbias_part" not in parts:
+            sums |= {"d_bias": NOTHING, "bias_type": NOTHING}
+        steps.append(Launch("sums", _sums_launcher(), "HV", sums))
+    return Program(steps, SECOND_ARRAYS, numbers)
+
+
+@cache
+def _sums_launcher() -> Launcher:
+    return Launcher(sums_kernel(), SUMS, SUMS_THREADS, shared_bytes(sums_kernel()))
+
+
+@cache
+def _groups_launcher() -> Launcher:
+    return Launcher(groups_kernel(), GROUPS, GROUPS_THREADS, shared_bytes(groups_kernel()))

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.forms.backward.kernels import SCAN_SHARED, ChunkBackwardKernel, state_threads
-from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS, chain_shared
+from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, state_threads
+from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS
 
 _SOURCES = "sm90/chunk_backward"
-
-
-SEGMENT_MAPS_SHARED = {1: 3 * 65 * 1024 + 64, 2: 3 * 73 * 1024 + 64}
-"""Shared memory of maps in bytes, by warpgroups of a block."""
 
 
 def no_grid(units: int, heads: int, multiprocessors: int) -> int:
@@ -21,33 +17,30 @@ def no_grid(units: int, heads: int, multiprocessors: int) -> int:
     raise TypeError("the grid depends on the number of segments")
 
 
-def _kernel(name: str, threads: int, shared: int, **defines: int) -> ChunkBackwardKernel:
-    macros = (*defines.items(), ("SHARED_BYTES", shared))
-    return ChunkBackwardKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared, no_grid)
+def _kernel(name: str, threads: int, **defines: int) -> ChunkBackwardKernel:
+    source = KernelSource(f"{_SOURCES}/{name}.cu", name, tuple(defines.items()))
+    return ChunkBackwardKernel(source, threads, no_grid)
 
 
 @cache
 def segment_maps_kernel(warpgroups: int) -> ChunkBackwardKernel:
     """How each segment changes the state and its gradient: three walks per segment and value head,
     one block each (``warpgroups`` 2) or two."""
-    shared = SEGMENT_MAPS_SHARED[warpgroups]
-    return _kernel("segment_maps", state_threads(warpgroups), shared, WARPGROUPS=warpgroups)
+    return _kernel("segment_maps", state_threads(warpgroups), WARPGROUPS=warpgroups)
 
 
 @cache
 def segment_chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """The state at the start of every segment and its gradient at the end of every segment:
     ``blocks`` (4 or 8, same bits) per sequence, value head and direction."""
-    return _kernel("segment_chain", CHAIN_THREADS, chain_shared(blocks), ROWS=128 // blocks)
+    return _kernel("segment_chain", CHAIN_THREADS, ROWS=128 // blocks)
 
 
 @cache
 def segment_scan_kernel(warpgroups: int) -> ChunkBackwardKernel:
     """States and their gradients of every segment, from its start and from its end: two walks per
     segment and value head, one block each (``warpgroups`` 2) or two."""
-    defines = (("WARPGROUPS", warpgroups), ("IN_SEGMENTS", 1), ("SHARED_BYTES", SCAN_SHARED))
-    source = KernelSource(f"{_SOURCES}/scan.cu", "scan", defines)
-    return ChunkBackwardKernel(source, state_threads(warpgroups), SCAN_SHARED, no_grid)
+    return _kernel("scan", state_threads(warpgroups), WARPGROUPS=warpgroups, IN_SEGMENTS=1)
 
 
 def walk_warpgroups(walks: int, multiprocessors: int) -> int:

@@ -14,3 +14,15 @@ workspace header under csrc/sm90 says what they hold."""
 
 READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
 """Those that the gradients kernel does not read."""
+
+
+class Buffer:
+    """Arrays one after another, each at a multiple of 256 bytes from the buffer's start."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def add(self, size: int) -> int:
+        """The offset of an array of ``size`` bytes."""
+        at, self.bytes = self.bytes, self.bytes - (-size // 256) * 256
+        return at

@@ -10,7 +10,7 @@ from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel
 
 _SOURCES = "sm90/chunk_forward/dataflow"
 
-WALK_THREADS, WALK_SHARED = 384, (3 * 65 + 17) * 1024
+WALK_THREADS = 384
 """Threads and bytes of dynamic shared memory of :func:`walk_kernel`."""
 WALK_BLOCKS = 2
 """Blocks of :func:`walk_kernel` for each sequence and value head."""
@@ -24,18 +24,16 @@ def prepare_units_kernel(float_gate: bool, bounded: bool) -> ChunkBackwardKernel
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
     """
-    at_once, pitch = (3, 75 * 1024) if bounded else (2, 100 * 1024)
+    at_once = 3 if bounded else 2
     defines = (
         ("G_FLOAT", int(float_gate)),
         ("BOUNDED", int(bounded)),
-        ("SHARED_BYTES", at_once * pitch),
         ("FOR_SEGMENTS", 1),
         ("SIDE_BY_SIDE", 1),
     )
     return ChunkBackwardKernel(
         KernelSource(f"{_SOURCES}/prepare_units.cu", "prepare_units", defines),
         256 * at_once + 128,
-        at_once * pitch,
         lambda units, heads, multiprocessors: min(units, max(1, multiprocessors - WALK_BLOCKS * heads)),
     )
 
@@ -44,7 +42,7 @@ def prepare_units_kernel(float_gate: bool, bounded: bool) -> ChunkBackwardKernel
 def walk_kernel() -> KernelSource:
     """Outputs, checkpoints and final states: two blocks per sequence and value head. Takes
     :data:`kdacore_cuda.kernel_parameters.WALK`."""
-    return KernelSource(f"{_SOURCES}/walk.cu", "walk", (("SHARED_BYTES", WALK_SHARED),))
+    return KernelSource(f"{_SOURCES}/walk.cu", "walk")
 
 
 def packaged_dataflow_kernels() -> Iterator[KernelSource]:

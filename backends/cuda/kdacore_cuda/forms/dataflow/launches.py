@@ -1,22 +1,63 @@
-"""The two launches of the dataflow form as data."""
+"""The launches of the dataflow form as data. They run side by side on Hopper, for sequences and heads fewer than
+multiprocessors but too many for segments.
+
+The first launch computes the operands of every chunk, chunk after chunk of all sequences; the second
+walks each sequence and value head on multiprocessors of its own, as soon as its next chunk's operands
+are there. Flags in the workspace say so.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+
 from kdacore.types import Request
-from kdacore_cuda.forms.array_places import ForwardLaunches, Places, only, operands, with_strides
-from kdacore_cuda.forms.dataflow.forward import plan_of, walk_launcher
-from kdacore_cuda.kernel_parameters import V_STRIDES, WALK
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
+from kdacore_cuda.build.shared_memory import shared_bytes
+from kdacore_cuda.forms.backward.kernels import launcher
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.dataflow.kernels import (
+    WALK_BLOCKS,
+    WALK_THREADS,
+    prepare_units_kernel,
+    walk_kernel,
+)
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES
+from kdacore_cuda.kernel_parameters import WALK
+from kdacore_cuda.request_encoding import has_bounded_gate
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
+from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
+
+UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
+"""Bytes of the flags of one chunk and value head: one for each block that walks it."""
 
 
-def launches_of(r: Request, arrays: Places, strides: tuple[int, ...]) -> ForwardLaunches:
-    """The launches, given where the call's arrays are, and the strides of its tokens."""
-    plan = plan_of(r)
-    flags: Places = {"ready": ("workspace", plan.flags_offset), "launch": arrays["launch"]}
-    walk = only(arrays, WALK, "v", "o", "h0", "ht", "ckpt") | {"chunk_operands": ("workspace", 0)} | flags
-    prepared, sizes = with_strides(plan.chunks.sizes, strides), (*strides[V_STRIDES], *plan.walk_sizes)
-    launches = (
-        PlannedLaunch("prepare", plan.prepare, plan.prepare_grid, operands(arrays) | flags, prepared),
-        PlannedLaunch("walk", walk_launcher(), plan.walk_grid, walk, WALK.last(*sizes)),
+def launches_of(r: Request) -> Launches:
+    """The launches of a call that this form serves (:func:`kdacore_cuda.choice.dataflow_serves`)."""
+    numbers, items = chunk_numbers(r), r.N * r.HV
+    kernel = prepare_units_kernel(takes_float_gate(r), has_bounded_gate(r))
+    units = int(numbers["units"])
+    numbers |= {
+        "prepare_blocks": kernel.grid(units, items, multiprocessors_of(r)),
+        "walk_blocks": WALK_BLOCKS * items,
+        "flags_at": units * CHUNK_OPERANDS_BYTES,
+    }
+    program = _program(launcher(kernel), tuple(numbers))
+    size = units * (CHUNK_OPERANDS_BYTES + UNIT_FLAGS_BYTES)
+    return Launches(program, numbers, arch_of(r), {"workspace": size})
+
+
+@cache
+def _program(prepare: Launcher, numbers: tuple[str, ...]) -> Program:
+    flags: dict[str, Value] = {"ready": ("workspace", "flags_at"), "launch": LAUNCH}
+    walk = arguments_of(WALK) | flags | {"chunk_operands": "workspace"}
+    steps = (
+        Launch("prepare", prepare, "prepare_blocks", {"h0": NOTHING, "last": "workspace", **flags}),
+        Launch("walk", _walk_launcher(), "walk_blocks", walk),
     )
-    return ForwardLaunches(launches, plan.workspace_bytes, plan.chunks.arch)
+    return Program(steps, FORWARD_ARRAYS, numbers)
+
+
+@cache
+def _walk_launcher() -> Launcher:
+    return Launcher(walk_kernel(), WALK, WALK_THREADS, shared_bytes(walk_kernel()))

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, SHARED_LIMITS, has_hopper_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.choice import SCANNERS, cluster_sizes
-from kdacore_cuda.forms.fused.sizes import IMAGE_BYTES, SCAN_WARPS
+from kdacore_cuda.forms.fused.sizes import SCAN_WARPS
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime.launcher import Launcher
 
@@ -42,7 +43,6 @@ def chunk_forward_kernel(
         ("CLUSTER", cluster),
         ("BOUNDED", int(bounded)),
         ("G_FLOAT", int(float_gate)),
-        ("SHARED_LIMIT", chunk_forward_shared_bytes(K, cluster, bounded, arch)),
         *(
             _hopper_defines(cluster, many_short, helped)
             if own
@@ -56,17 +56,14 @@ def chunk_forward_kernel(
     )
 
 
-TAIL_THREADS, TAIL_SHARED, TAIL_BLOCKS = 128, 32 * (2 * 128 + 16) * 4 + 8 * (128 + 24) * 4, 4
-"""Of :func:`checkpoint_tail_kernel`: block size, bytes of shared memory, blocks a checkpoint and
-value head."""
+TAIL_THREADS, TAIL_BLOCKS = 128, 4
+"""Of :func:`checkpoint_tail_kernel`: block size, blocks a checkpoint and value head."""
 
 
 def checkpoint_tail_kernel() -> KernelSource:
     """From the state at the start of a step to the one before a token in it, on Hopper, K = V = 128.
     Takes :data:`kdacore_cuda.kernel_parameters.CHECKPOINT_TAIL`."""
-    return KernelSource(
-        "sm90/chunk_forward/checkpoint_tail.cu", "checkpoint_tail", (("SHARED_BYTES", TAIL_SHARED),)
-    )
+    return KernelSource("sm90/chunk_forward/checkpoint_tail.cu", "checkpoint_tail")
 
 
 def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
@@ -74,12 +71,6 @@ def chunk_forward_threads(K: int, cluster: int, arch: str = HOPPER) -> int:
     if has_hopper_kernel(K, arch):
         return 32 * (SCAN_WARPS + _SLICE_WARPS + _SOLVER_SLOTS)
     return 32 * (_scan_warps(K, cluster) + _prepare_warps(K, cluster, arch))
-
-
-def chunk_forward_shared_bytes(K: int, cluster: int, bounded: bool, arch: str = HOPPER) -> int:
-    """Dynamic shared memory of :func:`chunk_forward_kernel` in bytes; the sources assert that their
-    layout fits."""
-    return _hopper_shared(bounded) if has_hopper_kernel(K, arch) else _portable_shared(K, cluster, arch)
 
 
 @cache
@@ -93,12 +84,9 @@ def chunk_forward_launcher(
     helped: bool = False,
 ) -> Launcher:
     """The launcher of :func:`chunk_forward_kernel`, whose arguments these are."""
-    return Launcher(
-        chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short, helped),
-        CHUNK_FORWARD,
-        chunk_forward_threads(K, cluster, arch),
-        chunk_forward_shared_bytes(K, cluster, bounded, arch),
-    )
+    kernel = chunk_forward_kernel(K, cluster, bounded, float_gate, arch, many_short, helped)
+    threads = chunk_forward_threads(K, cluster, arch)
+    return Launcher(kernel, CHUNK_FORWARD, threads, shared_bytes(kernel, arch))
 
 
 def packaged_chunk_forward_kernels(arch: str) -> Iterator[KernelSource]:
@@ -150,14 +138,6 @@ def _hopper_defines(cluster: int, many_short: bool, helped: bool) -> tuple[tuple
     )
 
 
-def _hopper_shared(bounded: bool) -> int:
-    stage = -(-IMAGE_BYTES // 1024) * 1024
-    values_and_output = 4 * 4 * 1024
-    slices = 4 * ((14 if bounded else 16) * 512 + 1024 + 256)
-    triangles, bias, barriers, share = 2 * 2560, 4 * 128, 8 * (3 * _STAGES + 8), 32
-    return _STAGES * stage + values_and_output + slices + triangles + bias + barriers + share
-
-
 # The portable kernel: a scan warp carries 16 (or 32) columns of V, a prepare warp works on chunks
 # of 16 tokens.
 
@@ -193,12 +173,3 @@ def _prepare_warps(K: int, cluster: int, arch: str) -> int:
     """Warps of a block that prepare chunks, at most one per stage of the ring buffer."""
     wanted = 8 if _scan_warps(K, cluster) == 4 and cluster == 1 else 4
     return min(wanted, _portable_stages(K, arch) // cluster)
-
-
-def _portable_shared(K: int, cluster: int, arch: str) -> int:
-    stages = _portable_stages(K, arch)
-    halves, tiles = K // 64, K // cluster // 16
-    stage = halves * 3 * 2048 + 1024 + 4 * K + 256
-    pitch = -(-stage // 1024) * 1024
-    scratch = _prepare_warps(K, cluster, arch) * 16 * 20 * 4
-    return stages * (pitch + 16) + 5 * tiles * 512 + scratch + 4 * K + 16

@@ -1,46 +1,77 @@
-"""The launches of the fused form as data."""
+"""The launches of the fused form as data: one, and one behind it for checkpoints between steps."""
 
 from __future__ import annotations
 
+from functools import cache
+
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
-from kdacore_cuda.forms.array_places import ForwardLaunches, Places, only
-from kdacore_cuda.forms.fused.checkpoints import tail_grid, tail_launcher, tail_sizes
-from kdacore_cuda.forms.fused.forward import plan_of
-from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
+from kdacore_cuda.build.shared_memory import shared_bytes
+from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, takes_float_gate
+from kdacore_cuda.forms.fused.kernels import (
+    TAIL_BLOCKS,
+    TAIL_THREADS,
+    checkpoint_tail_kernel,
+    chunk_forward_launcher,
+)
+from kdacore_cuda.forms.fused.sizes import grid_blocks, workspace_size
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, STEP_TOKENS, TYPES
+from kdacore_cuda.request_encoding import has_bounded_gate
+from kdacore_cuda.runtime.device_figures import arch_of
+from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
 
 
-def launches_of(
-    r: Request, arrays: Places, strides: tuple[int, ...], rows: tuple[int, int], g_type: str
-) -> ForwardLaunches:
-    """The launches, given where the call's arrays are, the strides of its tokens, those of its states' rows, and the
-    dtype of the g that kernels are given."""
-    plan = plan_of(r)
-    places = only(arrays, CHUNK_FORWARD)
-    if plan.workspace_size:
-        places["workspace"] = ("workspace", 0)
-    fixed = CHUNK_FORWARD.last(*rows, *strides, *plan.sizes)
-    used = 4 * plan.workspace_size
-    launches = [PlannedLaunch("fused", plan.launcher, plan.grid, places, fixed)]
-    if r.checkpoint_count and has_hopper_kernel(r.K, plan.arch):
+def launches_of(r: Request) -> Launches:
+    """The launches of a call that this form serves."""
+    arch, clusters = arch_of(r), chosen(r).clusters
+    if clusters is None:
+        raise ValueError(f"{r.op}: another form serves this call")
+    numbers = call_numbers(r) | {
+        "clusters": clusters.resident,
+        "blocks": grid_blocks(clusters, r.N * r.HV),
+    }
+    used = 4 * workspace_size(r, clusters)
+    has_tail = bool(r.checkpoint_count) and has_hopper_kernel(r.K, arch)
+    has_workspace = used > 0
+    if has_tail:
         used = -(-used // 256) * 256
-        states = ("workspace", used)
+        numbers |= {
+            "states_at": used,
+            "tail_blocks": r.checkpoint_count * r.HV * TAIL_BLOCKS,
+            "step": STEP_TOKENS,
+            "g_type": TYPES[g_type(r)],
+        }
         used += 4 * r.checkpoint_count * r.HV * r.K * r.V
-        places["mark_states"] = states
-        launches.append(_tail(r, arrays, states, rows[1], strides, g_type))
-    return ForwardLaunches(tuple(launches), used, plan.arch)
+    kernel = r.K, clusters.size, has_bounded_gate(r), takes_float_gate(r), arch
+    launcher = chunk_forward_launcher(*kernel, clusters.many_short, clusters.preparing > 0)
+    program = _program(launcher, has_workspace, has_tail, tuple(numbers))
+    return Launches(program, numbers, arch, {"workspace": used})
 
 
-def _tail(
-    r: Request,
-    arrays: Places,
-    states: tuple[str, int],
-    row: int,
-    strides: tuple[int, ...],
-    g_type: str,
-) -> PlannedLaunch:
-    launcher = tail_launcher()
-    fixed = launcher.params.last(row, *strides[3:], *tail_sizes(r, g_type))  # of k, v, g and beta
-    places = only(arrays, launcher.params) | {"mark_states": states}
-    return PlannedLaunch("tail", launcher, tail_grid(r), places, fixed)
+@cache
+def _program(launcher: Launcher, has_workspace: bool, has_tail: bool, numbers: tuple[str, ...]) -> Program:
+    fields: dict[str, Value] = {**arguments_of(CHUNK_FORWARD), "launch": LAUNCH}
+    if not has_workspace:  # the buffer is for the states before checkpoints alone
+        fields["workspace"] = NOTHING
+    steps = [Launch("fused", launcher, "blocks", fields)]
+    if has_tail:
+        states = ("workspace", "states_at")
+        fields["mark_states"] = states
+        steps.append(
+            Launch(
+                "tail",
+                _tail_launcher(),
+                "tail_blocks",
+                arguments_of(CHECKPOINT_TAIL) | {"mark_states": states},
+            )
+        )
+    return Program(steps, FORWARD_ARRAYS, numbers)
+
+
+@cache
+def _tail_launcher() -> Launcher:
+    kernel = checkpoint_tail_kernel()
+    return Launcher(kernel, CHECKPOINT_TAIL, TAIL_THREADS, shared_bytes(kernel))

@@ -1,33 +1,44 @@
-"""The launches of the kept form as data."""
+"""The launches of the kept form as data: prepare, and states with outputs. What they leave in the backward's workspace
+(:mod:`kdacore_cuda.forms.kept.sizes`) is saved for it."""
 
 from __future__ import annotations
 
+from functools import cache
+
 from kdacore.types import Request
-from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward.kernels import prepare_kernel
-from kdacore_cuda.forms.backward.launches import INPUTS
-from kdacore_cuda.forms.kept.forward import outputs_kernel
-from kdacore_cuda.forms.kept.sizes import kept_places
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
+from kdacore_cuda.forms.backward.kernels import (
+    ChunkBackwardKernel,
+    launcher,
+    one_way_warpgroups,
+    prepare_kernel,
+    scan_outputs_kernel,
+)
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.kept.sizes import KEPT, kept_bytes, kept_places
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches
+from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
+from kdacore_cuda.runtime.program import Launch, Program, Value
 
-ARRAYS = (*INPUTS, "o", "ht", "kept")
-"""What the launches may take."""
-_STRIDES = tuple(f"{name}_{axis}" for name in INPUTS[:5] for axis in ("sb", "st", "sh"))
+
+def launches_of(r: Request) -> Launches:
+    """The launches of a call that this form serves."""
+    numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
+    units, items = int(numbers["units"]), r.N * r.HV
+    outputs = scan_outputs_kernel(one_way_warpgroups(items_for_choice(r), multiprocessors))
+    numbers |= {f"{name}_at": at for name, at in kept_places(units).items()}
+    numbers |= {"prepare_blocks": units, "output_blocks": outputs.grid(units, items, multiprocessors)}
+    prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
+    program = _program(prepare, outputs, tuple(numbers))
+    return Launches(program, numbers, arch_of(r), {"saved": kept_bytes(units)})
 
 
-def launches_of(request: Request, strides: tuple[int, ...]) -> tuple[PlannedLaunch, ...]:
-    """The launches of :func:`kdacore_cuda.forms.kept.forward.forward`, g not float16, given the
-    batch, token and head strides of q, k, v, g and beta."""
-    r, plan = request, chunk_backward.plan_of(request)
-    places = {name: (name, 0) for name in INPUTS if r.has("initial_state" if name == "h0" else name)}
-    places |= {name: ("kept", offset) for name, offset in kept_places(plan.sizes["units"]).items()}
-    results = {"o": ("o", 0)} | ({"ht": ("ht", 0)} if r.output_final_state else {})
-    fixed = {**plan.sizes, **dict(zip(_STRIDES, strides, strict=True))}
-    kernels = {
-        "prepare": (prepare_kernel(plan.float_gate, plan.bounded), places),
-        "outputs": (outputs_kernel(r), places | results),
-    }
-    return tuple(
-        PlannedLaunch(name, chunk_backward.launcher(x), plan.grid(x, r.device.index), arrays, fixed)
-        for name, (x, arrays) in kernels.items()
+@cache
+def _program(prepare: ChunkBackwardKernel, outputs: ChunkBackwardKernel, numbers: tuple[str, ...]) -> Program:
+    work: dict[str, Value] = {name: ("saved", f"{name}_at") for name in KEPT}
+    work["h0"] = "initial_state"
+    steps = (
+        Launch("prepare", launcher(prepare), "prepare_blocks", work),
+        Launch("outputs", launcher(outputs), "output_blocks", work | {"ht": "final_state"}),
     )
+    return Program(steps, FORWARD_ARRAYS, numbers)

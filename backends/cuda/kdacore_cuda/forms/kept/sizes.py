@@ -7,14 +7,8 @@ then launches neither; its gradients have the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kdacore_cuda.forms.backward.sizes import WORKSPACE
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
-from kdacore_cuda.runtime.torch_arguments import aligned_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 KEPT = ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "h", "last", "rows")
 """Arrays of :data:`kdacore_cuda.forms.backward.sizes.WORKSPACE`; u is v minus the state's
@@ -44,9 +38,3 @@ def kept_places(units: int) -> dict[str, int]:
 def kept_bytes(units: int) -> int:
     """Bytes of the buffer."""
     return units * bytes_per_unit()
-
-
-def kept_arrays(buffer: torch.Tensor, units: int) -> dict[str, torch.Tensor]:
-    """The buffer's arrays, as views of bytes. A buffer that lies off 16 bytes is copied."""
-    buffer = aligned_bytes(buffer)
-    return {name: buffer[at : at + units * _bytes(name)] for name, at in kept_places(units).items()}

@@ -8,8 +8,9 @@ from itertools import product
 
 from kdacore_cuda.architectures import HEAD_DIMS
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms.recurrent.sizes import recurrent_tile
+from kdacore_cuda.forms.recurrent.grid import recurrent_tile
 from kdacore_cuda.kernel_parameters import RECURRENT
 from kdacore_cuda.runtime.launcher import Launcher
 
@@ -39,7 +40,7 @@ def recurrent_launcher(K: int, v_first: bool, bf16_state: bool, mode: RecurrentM
     """The launcher of :func:`recurrent_kernel`, whose arguments these are."""
     tile = recurrent_tile(K, v_first, bf16_state, mode)
     kernel = recurrent_kernel(K, v_first, bf16_state, mode)
-    return Launcher(kernel, RECURRENT, tile.threads, tile.shared_bytes(K, v_first))
+    return Launcher(kernel, RECURRENT, tile.threads, shared_bytes(kernel))
 
 
 def packaged_recurrent_kernels() -> Iterator[KernelSource]:

@@ -8,14 +8,13 @@ from itertools import product
 from typing import NamedTuple
 
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, prepare_kernel
-from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS, chain_shared
+from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS
 
 _SOURCES = "sm90/chunk_forward/segments"
-MAPS_THREADS, MAPS_SHARED = 256, 4 * 49 * 1024 + 64
-"""Threads of a block of maps, and its shared memory in bytes."""
-_PREPARE_SHARED = 76560
-"""Bytes: three blocks per multiprocessor."""
+MAPS_THREADS = 256
+"""Threads of a block of maps."""
 
 
 class SegmentsKernel(NamedTuple):
@@ -23,13 +22,15 @@ class SegmentsKernel(NamedTuple):
 
     source: KernelSource
     threads: int
-    shared: int
-    """Dynamic shared memory in bytes; the source asserts that its layout fits."""
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory in bytes."""
+        return shared_bytes(self.source)
 
 
-def _kernel(name: str, threads: int, shared: int, **defines: int) -> SegmentsKernel:
-    macros = (*defines.items(), ("SHARED_BYTES", shared))
-    return SegmentsKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, macros), threads, shared)
+def _kernel(name: str, threads: int, **defines: int) -> SegmentsKernel:
+    return SegmentsKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, tuple(defines.items())), threads)
 
 
 @cache
@@ -48,13 +49,12 @@ def segments_prepare_kernel(
     macros: tuple[tuple[str, int], ...] = (
         ("G_FLOAT", int(float_gate)),
         ("BOUNDED", 1),
-        ("SHARED_BYTES", _PREPARE_SHARED),
         ("FOR_SEGMENTS", 1),
     )
     if leaving_only:
         macros += (("LEAVING_ONLY", 1),)
     source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
-    return ChunkBackwardKernel(source, 256, _PREPARE_SHARED, lambda units, heads, multiprocessors: units)
+    return ChunkBackwardKernel(source, 256, lambda units, heads, multiprocessors: units)
 
 
 @cache
@@ -68,21 +68,21 @@ def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
     """
     plain = segments_prepare_kernel(float_gate, bounded)
     source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", plain.source.defines)
-    return SegmentsKernel(source, plain.threads, plain.shared)
+    return SegmentsKernel(source, plain.threads)
 
 
 @cache
 def maps_kernel() -> SegmentsKernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", MAPS_THREADS, MAPS_SHARED, WARPGROUPS=1)
+    return _kernel("maps", MAPS_THREADS, WARPGROUPS=1)
 
 
 @cache
 def chain_kernel(blocks: int = 4) -> SegmentsKernel:
     """The state at the start of every segment: ``blocks`` (4 or 8, same bits) per sequence and
     value head."""
-    return _kernel("chain", CHAIN_THREADS, chain_shared(blocks), ROWS=128 // blocks)
+    return _kernel("chain", CHAIN_THREADS, ROWS=128 // blocks)
 
 
 @cache
@@ -102,7 +102,7 @@ def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False)
         | ({"COMPOSES": 1} if composes else {})
         | {"LAST_READER": 1}
     )
-    return _kernel("output", 384 if blocks == 1 else 160, 3 * 73 * 1024 + 48, **defines)
+    return _kernel("output", 384 if blocks == 1 else 160, **defines)
 
 
 def output_blocks(items: int, multiprocessors: int) -> int:

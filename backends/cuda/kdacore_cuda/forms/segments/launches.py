@@ -1,31 +1,137 @@
-"""The launches of the segments form as data."""
+"""The launches of the segments form as data.
+
+Up to four: prepare (operands of every chunk), maps (how each segment maps the state at its start
+to the state at its end), chain (the state at each segment's start), and output (every segment from
+its start). A sequence of one segment needs neither maps nor chain.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+
 from kdacore.types import Request
-from kdacore_cuda.forms.array_places import MARKS, ROWS, ForwardLaunches, Places, only, operands, with_strides
-from kdacore_cuda.forms.segments.forward import plan_of
-from kdacore_cuda.kernel_parameters import PREPARE_MARKED, SEGMENTS, V_STRIDES
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
+from kdacore_cuda.forms.backward.kernels import launcher as prepare_launcher
+from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.segments import sizes
+from kdacore_cuda.forms.segments.kernels import (
+    SegmentsKernel,
+    chain_kernel,
+    maps_kernel,
+    output_begins_early,
+    output_blocks,
+    output_composes,
+    output_is_paired,
+    output_kernel,
+    prepare_marked_kernel,
+    segments_prepare_kernel,
+)
+from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
+from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, chain_blocks
+from kdacore_cuda.kernel_parameters import FLAGS, PREPARE_MARKED, SEGMENT_LENGTHS, SEGMENTS
+from kdacore_cuda.request_encoding import has_bounded_gate
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
+from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
 
-def launches_of(
-    r: Request, arrays: Places, strides: tuple[int, ...], rows: tuple[int, int]
-) -> ForwardLaunches:
-    """The launches, given where the call's arrays are, the strides of its tokens, and those of its states' rows."""
-    plan = plan_of(r)
-    (name, prepare, units), *others = plan.launches
-    given = only(arrays, SEGMENTS, "v", "cu_seqlens", "o", "h0", "ht", "ckpt", *ROWS, *MARKS)
-    prepared, records = with_strides(plan.chunks.sizes, strides), operands(arrays, plan.records_offset)
-    if plan.marked:
-        records |= only(arrays, PREPARE_MARKED, *MARKS)
-        prepared |= dict(zip(("marks", "null_index"), plan.marked, strict=True))
-        given["mark_states"] = ("workspace", 0)
-    given["chunk_operands"] = ("workspace", plan.operands_offset)
-    given["addends"] = ("workspace", plan.addends_offset)
-    buffer = "kept" if plan.keeps else "workspace"
-    given |= {"maps": (buffer, plan.maps_offset), "starts": (buffer, plan.starts_offset)}
-    sizes = SEGMENTS.last(*rows, *strides[V_STRIDES], *plan.sizes)
-    launches = [PlannedLaunch(name, prepare, units, records, prepared)]
-    launches += [PlannedLaunch(name, launcher, grid, given, sizes) for name, launcher, grid in others]
-    return ForwardLaunches(tuple(launches), plan.workspace_bytes, plan.chunks.arch, plan.kept_bytes)
+def launches_of(r: Request) -> Launches:
+    """The launches of a call that this form serves."""
+    numbers = chunk_numbers(r)
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
+    NT, lengths = int(numbers["NT"]), sizes.lengths_of(r)
+    segments = lengths.segments(NT)
+    slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
+    units, marked_units = int(numbers["units"]), r.checkpoint_count * r.HV
+    keeps = keeps_maps(r, segments)
+    per_segment = output_blocks(slots * r.HV, multiprocessors)
+    from_zeros = not (r.has("initial_state") or r.pool_size)
+    composes = from_zeros and not (r.packed or marked_units) and output_composes(segments, per_segment)
+    flags, blocks, mapped = int(numbers["flags"]), 0, 0
+    if segments > 1:
+        mapped = slots if r.packed else r.N * (segments - 1)
+        if not composes:
+            blocks = chain_blocks(items, multiprocessors)
+            if output_begins_early(blocks * items, multiprocessors):
+                flags |= FLAGS["EARLY_OUTPUT"]
+        elif keeps:
+            flags |= FLAGS["KEEP_STARTS"]
+    # The workspace: states that checkpoints inside chunks start from, operands of chunks cut off at checkpoints, of all
+    # chunks, and the B of segments' maps. Behind them, or in the buffer that is saved, maps and starting states.
+    stored = slots * r.HV if segments > 1 else 0
+    records_at = marked_units * START_BYTES
+    operands_at = records_at + marked_units * CHUNK_OPERANDS_BYTES
+    addends_at = operands_at + units * CHUNK_OPERANDS_BYTES
+    addends_end = addends_at + stored * START_BYTES
+    maps_at = 0 if keeps else addends_end
+    starts_at = maps_at + stored * MAP_BYTES
+    starts_end = starts_at + stored * START_BYTES
+    numbers |= lengths.parameters(segments) | {
+        "segment_flags": flags,
+        "records_at": records_at,
+        "operands_at": operands_at,
+        "addends_at": addends_at,
+        "maps_at": maps_at,
+        "starts_at": starts_at,
+        "prepare_blocks": marked_units + units,
+        "map_blocks": 2 * mapped * r.HV,
+        "chain_blocks": blocks * items,
+        "output_blocks": per_segment * slots * r.HV,
+    }
+    gates = takes_float_gate(r), has_bounded_gate(r)
+    output = output_kernel(per_segment, output_is_paired(items, per_segment, composes), composes)
+    program = _program(gates, marked_units > 0, segments > 1, blocks, output, keeps, tuple(numbers))
+    buffers = {"workspace": addends_end if keeps else starts_end, "saved": starts_end if keeps else 0}
+    return Launches(program, numbers, arch_of(r), buffers)
+
+
+def keeps_maps(r: Request, segments: int) -> bool:
+    """Whether maps and starting states are saved for the backward, given segments of a sequence."""
+    return segments > 1 and chosen(r).saves == "maps"
+
+
+@cache
+def _program(
+    gates: tuple[bool, bool],
+    marked: bool,
+    cut: bool,
+    chain: int,
+    output: SegmentsKernel,
+    keeps: bool,
+    numbers: tuple[str, ...],
+) -> Program:
+    """``gates``: of the kernel that prepares. ``cut``: there are maps. ``chain``: blocks a state, 0 without."""
+    prepared: dict[str, Value] = {"last": ("workspace", "records_at"), "h0": NOTHING}
+    prepared |= dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
+    if marked:
+        kernel = prepare_marked_kernel(*gates)
+        prepare = Launcher(kernel.source, PREPARE_MARKED, kernel.threads, kernel.shared)
+        prepared = arguments_of(PREPARE_MARKED) | prepared
+    else:
+        prepare = prepare_launcher(segments_prepare_kernel(*gates))
+    buffer = "saved" if keeps else "workspace"
+    fields: dict[str, Value] = {
+        **arguments_of(SEGMENTS),
+        "flags": "segment_flags",
+        "mark_states": "workspace" if marked else NOTHING,
+        "chunk_operands": ("workspace", "operands_at"),
+        "addends": ("workspace", "addends_at"),
+        "maps": (buffer, "maps_at"),
+        "starts": (buffer, "starts_at"),
+    }
+    if not marked:
+        fields |= {"mark_offsets": NOTHING, "mark_rows": NOTHING}
+    steps = [Launch("prepare", prepare, "prepare_blocks", prepared)]
+    if cut:
+        steps.append(Launch("maps", segments_launcher(maps_kernel()), "map_blocks", fields))
+    if chain:
+        steps.append(Launch("chain", segments_launcher(chain_kernel(chain)), "chain_blocks", fields))
+    steps.append(Launch("output", segments_launcher(output), "output_blocks", fields))
+    return Program(steps, FORWARD_ARRAYS, numbers, one_segment=not cut)
+
+
+@cache
+def segments_launcher(kernel: SegmentsKernel) -> Launcher:
+    """The launcher of one of the launches after prepare. All take the same parameters."""
+    return Launcher(kernel.source, SEGMENTS, kernel.threads, kernel.shared)

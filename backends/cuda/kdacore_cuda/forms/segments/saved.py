@@ -7,13 +7,6 @@ and g in bfloat16 take 1024.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kdacore_cuda.runtime.torch_arguments import aligned_bytes
-
-if TYPE_CHECKING:
-    import torch
-
 MAP_BYTES = START_BYTES = 64 * 1024
 """Bytes of the map (A, of S' = S A + B) and of the starting state of one segment and value head."""
 
@@ -22,9 +15,3 @@ def kept_places(count: int) -> dict[str, int]:
     """Where a backward finds what was kept of ``count`` segments times value heads, as bytes from the start of
     the buffer: ``maps`` and ``starts`` (csrc/sm90/chunk_backward/segments.cuh)."""
     return {"maps": 0, "starts": count * MAP_BYTES}
-
-
-def kept_arrays(buffer: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-    """The same, as views of bytes. A buffer that lies off 16 bytes is copied."""
-    buffer = aligned_bytes(buffer)
-    return {name: buffer[at:] for name, at in kept_places(count).items()}

@@ -7,19 +7,17 @@ from functools import partial
 from kdacore.lazy import lazy_function
 from kdacore.types import Request, SliceFunctions
 from kdacore_cuda.architectures import has_hopper_kernel
-from kdacore_cuda.forms.slices import backward as chunk_backward_slices
-from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.runtime.device_figures import arch_of
 
-_form = lazy_function("kdacore_cuda", "forms.explain", "form_of_slice")
+_lazy = partial(lazy_function, "kdacore_cuda")  # calls from JAX do not need torch, nor the others JAX
+_form = _lazy("forms.explain", "form_of_slice")
+_forward, _backward = partial(_lazy, "forms.slices.forward"), partial(_lazy, "forms.slices.backward")
 _OF_TORCH = SliceFunctions(
-    chunk_forward_slices.begin,
-    chunk_forward_slices.finish,
-    chunk_backward_slices.backward_begin,
-    chunk_backward_slices.backward_finish,
+    *(_forward("begin"), _forward("finish")),
+    *(_backward("backward_begin"), _backward("backward_finish")),
     form=_form,
 )
-_jax = partial(lazy_function, "kdacore_cuda", "jax.slices")
+_jax = partial(_lazy, "jax.slices")
 _OF_JAX = SliceFunctions(
     _jax("begin"), _jax("finish"), _jax("backward_begin"), _jax("backward_finish"), form=_form
 )

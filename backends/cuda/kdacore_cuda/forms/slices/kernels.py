@@ -9,14 +9,13 @@ from itertools import product
 
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, state_threads
-from kdacore_cuda.forms.backward.segments_kernels import SEGMENT_MAPS_SHARED, no_grid
+from kdacore_cuda.forms.backward.segments_kernels import no_grid
 from kdacore_cuda.forms.segments.kernels import (
-    MAPS_SHARED,
     MAPS_THREADS,
     SegmentsKernel,
     segments_prepare_kernel,
 )
-from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS, chain_shared
+from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS
 
 _FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
 
@@ -29,60 +28,50 @@ def maps_kernel(leaving_only: bool) -> SegmentsKernel:
     Args:
         leaving_only: of the sequence that goes on behind the slice alone.
     """
-    defines = (
-        *(("WARPGROUPS", 1), ("SHARED_BYTES", MAPS_SHARED), ("OF_SLICE", 1)),
-        ("LEAVING_ONLY", int(leaving_only)),
-    )
-    return SegmentsKernel(KernelSource(f"{_FORWARD}/maps.cu", "maps", defines), MAPS_THREADS, MAPS_SHARED)
+    defines = (("WARPGROUPS", 1), ("OF_SLICE", 1), ("LEAVING_ONLY", int(leaving_only)))
+    return SegmentsKernel(KernelSource(f"{_FORWARD}/maps.cu", "maps", defines), MAPS_THREADS)
 
 
-def _compose_source(folder: str, name: str, blocks: int) -> tuple[KernelSource, int]:
-    """A kernel whose ``blocks`` (4 or 8, same bits) share the rows of a state, and its shared memory in
-    bytes."""
-    shared = chain_shared(blocks)
-    macros = (("ROWS", 128 // blocks), ("SHARED_BYTES", shared))
-    return KernelSource(f"{folder}/{name}.cu", name, macros), shared
+def _compose_source(folder: str, name: str, blocks: int) -> KernelSource:
+    """A kernel whose ``blocks`` (4 or 8, same bits) share the rows of a state."""
+    return KernelSource(f"{folder}/{name}.cu", name, (("ROWS", 128 // blocks),))
 
 
 @cache
 def transition_kernel(blocks: int) -> SegmentsKernel:
     """Forward: a slice's M and C from the maps of its segments; ``blocks`` per result, value head, and
     M or C. Takes :data:`kdacore_cuda.kernel_parameters.TRANSITION`."""
-    source, shared = _compose_source(_FORWARD, "transition", blocks)
-    return SegmentsKernel(source, CHAIN_THREADS, shared)
+    return SegmentsKernel(_compose_source(_FORWARD, "transition", blocks), CHAIN_THREADS)
 
 
 @cache
 def starts_kernel(blocks: int) -> SegmentsKernel:
     """Forward: the state at the start of every segment; ``blocks`` per sequence and value head."""
-    source, shared = _compose_source(_FORWARD, "slice_starts", blocks)
-    return SegmentsKernel(source, CHAIN_THREADS, shared)
+    return SegmentsKernel(_compose_source(_FORWARD, "slice_starts", blocks), CHAIN_THREADS)
 
 
 @cache
 def segment_maps_kernel(warpgroups: int) -> ChunkBackwardKernel:
     """Backward: :func:`kdacore_cuda.forms.backward.segments_kernels.segment_maps_kernel` from an
     unknown gradient."""
-    shared = SEGMENT_MAPS_SHARED[warpgroups]
-    defines = (("WARPGROUPS", warpgroups), ("SHARED_BYTES", shared), ("OF_SLICE", 1))
+    defines = (("WARPGROUPS", warpgroups), ("OF_SLICE", 1))
     source = KernelSource(f"{_BACKWARD}/segment_maps.cu", "segment_maps", defines)
-    return ChunkBackwardKernel(source, state_threads(warpgroups), shared, no_grid)
+    return ChunkBackwardKernel(source, state_threads(warpgroups), no_grid)
 
 
 @cache
 def slice_gradient_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the gradient of the state at the slice's start, as far as this rank knows it;
     ``blocks`` per result and value head."""
-    source, shared = _compose_source(_BACKWARD, "slice_gradient", blocks)
-    return ChunkBackwardKernel(source, CHAIN_THREADS, shared, no_grid)
+    source = _compose_source(_BACKWARD, "slice_gradient", blocks)
+    return ChunkBackwardKernel(source, CHAIN_THREADS, no_grid)
 
 
 @cache
 def chain_kernel(blocks: int) -> ChunkBackwardKernel:
     """Backward: the state at the start of every segment and its gradient at every end; ``blocks`` per
     sequence, value head and direction."""
-    source, shared = _compose_source(_BACKWARD, "slice_chain", blocks)
-    return ChunkBackwardKernel(source, CHAIN_THREADS, shared, no_grid)
+    return ChunkBackwardKernel(_compose_source(_BACKWARD, "slice_chain", blocks), CHAIN_THREADS, no_grid)
 
 
 SEGMENT_CHUNKS = (128, 64, 32, 16, 8)

@@ -1,174 +1,281 @@
-"""The launches of a slice of a row that ranks share, as data: what each is given, and where in its
-buffers the arrays lie. Calls from JAX are made of them, with contiguous arrays."""
+"""The launches of ``chunk_kda`` on a slice of a row that continues on other ranks, on Hopper, as data: those of the
+forward in segments (:mod:`kdacore_cuda.forms.segments.launches`) and of the backward in segments
+(:mod:`kdacore_cuda.forms.backward.segments`), cut where ranks exchange states and gradients of states.
+
+Forward, before the exchange: prepare (operands of every chunk), maps (how each segment maps the state at its start to
+the state at its end), transition (the maps of the leaving part composed). After it: starts (the state at each segment's
+start), output (every segment from its start). Packs of many sequences compute operands and maps of the leaving part
+alone, and their results by a call of their own.
+
+Backward, before: prepare, maps (how each segment changes the state and its gradient), slice gradient (the gradient of
+the state at the slice's start, as far as it comes from here). After: chain (the state at each segment's start, its
+gradient at each end), scan, and the launches behind the scan of a whole call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
-from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import launches as chunk_backward_launches
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, prepare_kernel
-from kdacore_cuda.forms.backward.launches import BackwardLaunches, Places
-from kdacore_cuda.forms.backward.segments import WORKSPACE
-from kdacore_cuda.forms.slices import backward as chunk_backward_slices
-from kdacore_cuda.forms.slices import forward as chunk_forward_slices
-from kdacore_cuda.kernel_parameters import (
-    CHUNK_BACKWARD,
-    ITEM_SIZES,
-    SEGMENT_LENGTHS,
-    SEGMENTS,
-    TRANSITION,
-    V_STRIDES,
+from kdacore_cuda.choice import finishes_as_whole
+from kdacore_cuda.forms.backward import launches as whole_backward
+from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, launcher, prepare_kernel
+from kdacore_cuda.forms.backward.segments import workspace_bytes
+from kdacore_cuda.forms.backward.segments_kernels import segment_scan_kernel, walk_warpgroups
+from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
+from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.launches import TOKENS, Launches
+from kdacore_cuda.forms.segments.kernels import output_blocks, output_kernel, segments_prepare_kernel
+from kdacore_cuda.forms.segments.launches import segments_launcher
+from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
+from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, SegmentLengths, chain_blocks
+from kdacore_cuda.forms.slices.kernels import (
+    chain_kernel,
+    chunks_per_segment,
+    maps_kernel,
+    segment_maps_kernel,
+    slice_gradient_kernel,
+    starts_kernel,
+    transition_kernel,
 )
-from kdacore_cuda.runtime.launch_sequence import PlannedLaunch
+from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES, SEGMENT_LENGTHS, TRANSITION
+from kdacore_cuda.request_encoding import has_bounded_gate
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
-TOKENS = ("q", "k", "v", "g", "beta")
 GIVEN = (*TOKENS, "A_log", "dt_bias", "cu_seqlens")
-"""The arrays of a call that a slice's kernels may take."""
-_STRIDES = tuple(f"{name}_{axis}" for name in TOKENS for axis in ("sb", "st", "sh"))
+"""The arguments that a slice's kernels take."""
+BEGIN_ARRAYS = (*GIVEN, "workspace", "saved", "M", "C")
+FINISH_ARRAYS = ("v", "cu_seqlens", "starts", "workspace", "saved", "o", "final_state", "checkpoints")
+BACKWARD_ARRAYS = (
+    *(*GIVEN, "d_o", "starts", "saved", "operands", "borders", "both"),
+    *("d_final", "d_slice_start", "ends", "d_starts"),
+)
 
 
 class ForwardSliceLaunches(NamedTuple):
-    """The launches of a slice's forward. Buffers are in bytes."""
+    """The launches of a slice's forward."""
 
-    begin: tuple[PlannedLaunch, ...]
-    """With the call's arrays, the results ``M`` and ``C``, and the buffers ``workspace`` and
-    ``segment_starts``, which :attr:`finish` needs."""
-    finish: tuple[PlannedLaunch, ...]
-    """With ``cu_seqlens``, ``starts``, the two buffers, and the results ``o``, ``final_state`` and
-    ``checkpoints``. It writes ``segment_starts`` anew. None if :attr:`as_whole`."""
-    as_whole: bool
-    """The results come from a whole call."""
+    begin: Launches
+    """With :data:`BEGIN_ARRAYS`. ``finish`` needs the buffers: ``workspace``, and ``saved`` with maps and starting
+    states of segments, which a backward may take too."""
+    finish: Launches | None
+    """With :data:`FINISH_ARRAYS`. It writes starting states to ``saved``. None where the results come from a whole
+    call."""
     results: int
     """``G``: sequences whose transition is asked for."""
-    workspace_bytes: int
-    segment_starts_bytes: int
-    arch: str
 
 
 def forward_launches(r: Request) -> ForwardSliceLaunches:
-    """The launches of :func:`kdacore_cuda.forms.slices.forward.begin` and ``finish``."""
-    plan = chunk_forward_slices.plan_of(r)
-    offsets: Places = {"cu_seqlens": ("cu_seqlens", 0)} if r.packed else {}
-    maps: Places = {
-        "addends": ("workspace", plan.addends_offset),
-        "maps": ("workspace", plan.operands_bytes),
+    """The launches of a slice's forward, given contiguous arrays."""
+    numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
+    NT, units, items = int(numbers["NT"]), int(numbers["units"]), r.N * r.HV
+    results = 1 if r.packed else r.B
+    segment, slots = _segments(r, multiprocessors)
+    segments = -(-NT // segment)
+    as_whole = finishes_as_whole(items, r.packed, multiprocessors)
+    blocks = chain_blocks(2 * results * r.HV, multiprocessors)
+    start_blocks = chain_blocks(items, multiprocessors)
+    outputs = output_blocks(slots * r.HV, multiprocessors)
+    numbers |= SegmentLengths.uniform(segment).parameters(segments) | {
+        "no_null_index": -1,
+        "addends_at": units * CHUNK_OPERANDS_BYTES,
+        "starts_at": slots * r.HV * MAP_BYTES,
+        "prepare_blocks": units,
+        "map_blocks": 2 * slots * r.HV,
+        "transition_blocks": 2 * results * r.HV * blocks,
+        "start_blocks": start_blocks * items,
+        "output_blocks": outputs * slots * r.HV,
     }
-    operands: Places = {"last": ("workspace", 0)}
-    segments: Places = {"v": ("v", 0), **offsets, "chunk_operands": ("workspace", 0), **maps}
-    segments["starts"] = ("segment_starts", 0)
-    row = r.HV * r.K * r.V
-    sizes = SEGMENTS.last(row, row, *plan.chunks.strides[V_STRIDES], *plan.sizes)
+    names, arch = tuple(numbers), arch_of(r)
+    begin = _begin_program(takes_float_gate(r), has_bounded_gate(r), as_whole, blocks, names)
+    finish = _finish_program(start_blocks if segments > 1 else 0, outputs, names)
+    buffers = {
+        "workspace": units * CHUNK_OPERANDS_BYTES + slots * r.HV * START_BYTES,
+        "saved": slots * r.HV * (MAP_BYTES + START_BYTES),
+    }
+    return ForwardSliceLaunches(
+        Launches(begin, numbers, arch, buffers),
+        None if as_whole else Launches(finish, numbers, arch),
+        results,
+    )
 
-    def planned(name: str, launch: tuple[Launcher, int], places: Places, fixed: Any) -> PlannedLaunch:
-        return PlannedLaunch(name, *launch, places, fixed)
 
-    prepared = {**plan.chunks.sizes, **dict(zip(_STRIDES, plan.chunks.strides, strict=True))}
-    begin = (
-        planned("prepare", plan.prepare, _arguments(r) | operands, prepared),
-        planned("maps", plan.maps, segments, sizes),
-        planned(
-            *("transition", plan.transition, offsets | maps | {"M": ("M", 0), "C": ("C", 0)}),
-            TRANSITION.last(*plan.transition_sizes),
+def _segments(r: Request, multiprocessors: int) -> tuple[int, int]:
+    """Chunks in a segment; segments of one value head, unused slots of a pack included."""
+    NT = -(-r.T // CHUNK)
+    segment = chunks_per_segment(NT, r.B * r.HV, multiprocessors)
+    return segment, r.T // (CHUNK * segment) + r.N if r.packed else r.N * -(-NT // segment)
+
+
+_SEGMENT_FIELDS: dict[str, Value] = {
+    "chunk_operands": "workspace",
+    "addends": ("workspace", "addends_at"),
+    "maps": "saved",
+    "starts": ("saved", "starts_at"),
+    "ht": "final_state",
+    "ckpt": "checkpoints",
+    "null_index": "no_null_index",
+    "marks": NOTHING,
+}
+"""Of maps, starts and output: no pools, no checkpoints at chosen tokens."""
+
+
+@cache
+def _begin_program(
+    float_gate: bool, bounded: bool, as_whole: bool, blocks: int, numbers: tuple[str, ...]
+) -> Program:
+    prepare = launcher(segments_prepare_kernel(float_gate, bounded, as_whole))
+    no_lengths = dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
+    transition = transition_kernel(blocks)
+    fields = _SEGMENT_FIELDS | {"ht": NOTHING, "ckpt": NOTHING}
+    steps = (
+        Launch("prepare", prepare, "prepare_blocks", {"last": "workspace", **no_lengths}),
+        Launch("maps", segments_launcher(maps_kernel(as_whole)), "map_blocks", fields),
+        Launch(
+            "transition",
+            Launcher(transition.source, TRANSITION, transition.threads, transition.shared),
+            "transition_blocks",
+            {"addends": ("workspace", "addends_at"), "maps": "saved"},
         ),
     )
-    results: Places = {"o": ("o", 0), "h0": ("starts", 0)}
-    if r.output_final_state:
-        results["ht"] = ("final_state", 0)
-    if r.checkpoint_every:
-        results["ckpt"] = ("checkpoints", 0)
-    finish = [planned("output", plan.output, segments | results, sizes)]
-    if plan.starts is not None:
-        finish.insert(0, planned("starts", plan.starts, segments | results, sizes))
-    return ForwardSliceLaunches(
-        begin=begin,
-        finish=() if plan.as_whole else tuple(finish),
-        as_whole=plan.as_whole,
-        results=plan.results,
-        workspace_bytes=plan.operands_bytes + plan.starts_offset,
-        segment_starts_bytes=plan.segments_bytes - plan.starts_offset,
-        arch=plan.chunks.arch,
-    )
+    return Program(steps, BEGIN_ARRAYS, numbers)
+
+
+@cache
+def _finish_program(start_blocks: int, outputs: int, numbers: tuple[str, ...]) -> Program:
+    fields = _SEGMENT_FIELDS | {"h0": "starts", "starts": ("saved", "starts_at")}
+    steps = [Launch("output", segments_launcher(output_kernel(outputs)), "output_blocks", fields)]
+    if start_blocks:
+        starts = segments_launcher(starts_kernel(start_blocks))
+        steps.insert(0, Launch("starts", starts, "start_blocks", fields))
+    return Program(steps, FINISH_ARRAYS, numbers, one_segment=not start_blocks)
 
 
 class BackwardSliceLaunches(NamedTuple):
-    """The launches of a slice's backward. Buffers are in bytes."""
+    """The launches of a slice's backward."""
 
-    begin: tuple[PlannedLaunch, ...]
-    """With the call's arrays, ``d_o``, ``d_final``, ``starts``, the result ``d_slice_start``, and the
-    buffers ``operands``, ``borders`` and ``both``, which :attr:`scan` needs."""
-    scan: tuple[PlannedLaunch, ...]
-    """With the same, ``ends`` in place of ``d_final`` and ``d_starts`` of ``d_slice_start``. It reads
-    ``operands`` and writes the other buffers."""
-    gradients: BackwardLaunches
-    """Those behind the scan are its second group, with ``both``."""
+    begin: Launches
+    """With :data:`BACKWARD_ARRAYS`. Its buffers ``operands``, ``borders`` and ``both`` are needed by what follows."""
+    scan: Launches
+    """With the same. It reads ``operands`` and writes the other buffers."""
+    gradients: Launches
+    """Those behind the scan, with ``both``: :attr:`kdacore_cuda.forms.backward.launches.BackwardLaunches.second`."""
     results: int
     """``G``: sequences whose gradient at the slice's start is asked for."""
-    operands_bytes: int
-    borders_bytes: int
 
 
-def backward_launches(r: Request) -> BackwardSliceLaunches:
-    """The launches of :func:`kdacore_cuda.forms.slices.backward.backward_begin` and
-    ``backward_finish``."""
-    plan, chunks = chunk_backward_slices.plan_of(r), chunk_backward.plan_of(r)
-    wanted: Any = InputGrads(*(r.has(x) for x in InputGrads._fields))
-    whole = chunk_backward_launches.launches_of(r, chunks.strides, wanted)
-    numbers: dict[str, Any] = {**plan.chunks.sizes, **dict(zip(_STRIDES, chunks.strides, strict=True))}
+def backward_launches(
+    r: Request, wanted: InputGrads, saved: bool = False, sums_to_caller: bool = False
+) -> BackwardSliceLaunches:
+    """The launches of a slice's backward, given contiguous arrays.
 
-    # What the gradients kernel reads lies where the second group of the whole call expects it.
-    kept: Places = {x: place for x, place in whole.first[0].arrays.items() if place[0] == "both"}
-    slots = plan.slots * r.HV
-    bytes_of = {
-        name: slots * elements * ITEM_SIZES[dtype] for name, (elements, dtype) in WORKSPACE.items()
-    } | {
-        name: chunks.sizes["units"] * elements * ITEM_SIZES[dtype]
-        for name, (elements, dtype) in chunk_backward.WORKSPACE.items()
-    }
-    operands, operands_bytes = _placed("operands", bytes_of, set(bytes_of) - set(kept) - {"starts", "ends"})
-    borders, borders_bytes = _placed("borders", bytes_of, {"starts", "ends"})
-    arrays = _arguments(r) | kept | operands | borders | {"d_o": ("d_o", 0), "h0": ("starts", 0)}
+    Args:
+        r: the slice's call.
+        wanted: as of :func:`kdacore_cuda.forms.backward.launches.launches_of`.
+        saved: the forward's maps and states of segments are there.
+        sums_to_caller: as of that function.
+    """
+    numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
+    units, items = int(numbers["units"]), r.N * r.HV
+    segment, slots = _segments(r, multiprocessors)
+    results, walks = 1 if r.packed else r.B, slots * r.HV
+    walks_of_maps, directions = (1, 1) if saved else (3, 2)
+    maps_warpgroups = walk_warpgroups(walks_of_maps * walks, multiprocessors)
+    scan_warpgroups = walk_warpgroups(2 * walks, multiprocessors)
+    gradient_blocks = chain_blocks(results * r.HV, multiprocessors)
+    blocks = chain_blocks(directions * items, multiprocessors)
 
-    def planned(name: str, kernel: ChunkBackwardKernel, blocks: int, **flows: str) -> PlannedLaunch:
-        places = arrays | {field: (array, 0) for field, array in flows.items()}
-        return PlannedLaunch(name, chunk_backward.launcher(kernel), blocks, places, numbers)
-
-    prepare = prepare_kernel(chunks.float_gate, chunks.bounded)
-    begin = (
-        planned("prepare", prepare, chunks.grid(prepare, r.device.index)),
-        planned(*plan.maps),
-        planned(*plan.slice_gradient, d_ht="d_final", d_h0="d_slice_start"),
+    whole = whole_backward.launches_of(r, wanted, sums_to_caller=sums_to_caller)
+    operands, borders, offsets = Buffer(), Buffer(), dict[str, int]()
+    for name, (elements, dtype) in WORKSPACE.items():
+        if name in READ_BY_SCAN_ONLY:
+            offsets[name] = operands.add(units * elements * ITEM_SIZES[dtype])
+    for name, size in workspace_bytes(walks).items():
+        if not (saved and name != "ends"):
+            offsets[name] = (borders if name in ("starts", "ends") else operands).add(size)
+    if saved:
+        offsets |= {"maps": 0, "starts": walks * MAP_BYTES}
+    lengths = SegmentLengths.uniform(segment).parameters(-(-int(numbers["NT"]) // segment))
+    numbers |= (
+        lengths
+        | {f"{name}_at": at for name, at in offsets.items()}
+        | {
+            # What the gradients kernel reads lies where the second group of a whole call expects it.
+            **{
+                name: x
+                for name, x in whole.first.numbers.items()
+                if name[:-3] in _IN_BOTH and name.endswith("_at")
+            },
+            "prepare_blocks": units,
+            "maps_blocks": 2 // maps_warpgroups * walks_of_maps * walks,
+            "slice_gradient_blocks": gradient_blocks * results * r.HV,
+            "chain_blocks": directions * blocks * items,
+            "scan_blocks": 2 // scan_warpgroups * 2 * walks,
+        }
     )
-    scan = tuple(planned(*step, d_ht="ends", d_h0="d_starts") for step in (plan.chain, plan.scan))
+    if saved:
+        numbers["flags"] = int(numbers["flags"]) | FLAGS["KEPT_MAPS"]
+    names, arch = tuple(numbers), arch_of(r)
+    prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
+    begin = _backward_program(
+        (
+            ("prepare", prepare),
+            ("maps", segment_maps_kernel(maps_warpgroups)),
+            ("slice_gradient", slice_gradient_kernel(gradient_blocks)),
+        ),
+        "d_final",
+        "d_slice_start",
+        saved,
+        names,
+    )
+    scan = _backward_program(
+        (("chain", chain_kernel(blocks)), ("scan", segment_scan_kernel(scan_warpgroups))),
+        "ends",
+        "d_starts",
+        saved,
+        names,
+    )
+    both = whole.first.buffers["both"]
+    buffers = {"operands": operands.bytes, "borders": borders.bytes, "both": both}
+    second = whole.second._replace(numbers=whole.second.numbers | lengths | {"flags": numbers["flags"]})
     return BackwardSliceLaunches(
-        begin=begin,
-        scan=scan,
-        gradients=whole._replace(second=tuple(_with_segments(whole.second, plan.chunks.sizes))),
-        results=plan.results,
-        operands_bytes=operands_bytes,
-        borders_bytes=borders_bytes,
+        Launches(begin, numbers, arch, buffers), Launches(scan, numbers, arch), second, results
     )
 
 
-def _arguments(r: Request) -> Places:
-    return {name: (name, 0) for name in GIVEN if r.has(name)}
+_IN_BOTH = frozenset(WORKSPACE) - READ_BY_SCAN_ONLY
+_WITH_ENDS = frozenset({"slice_gradient", "chain", "scan"})
+"""Launches that take gradients of states; maps are those of an unknown one."""
 
 
-def _placed(buffer: str, bytes_of: dict[str, int], names: set[str]) -> tuple[Places, int]:
-    """Places of some arrays one after another, each at a multiple of 256 bytes, and the bytes of all."""
-    places, end = {}, 0
-    for name in (x for x in bytes_of if x in names):
-        places[name] = buffer, end
-        end += -(-bytes_of[name] // 256) * 256
-    return places, end
-
-
-def _with_segments(launches: tuple[PlannedLaunch, ...], sizes: dict[str, Any]) -> Iterator[PlannedLaunch]:
-    """Launches of a whole call with the slice's own segments, as torch's calls have them."""
-    own = {name: sizes[name] for name in (*SEGMENT_LENGTHS, "segments")}
-    for x in launches:
-        same = x.launcher.params is CHUNK_BACKWARD
-        yield x._replace(fixed={**x.fixed, **own}) if same else x
+@cache
+def _backward_program(
+    launches: tuple[tuple[str, ChunkBackwardKernel], ...],
+    d_end: str,
+    d_start: str,
+    saved: bool,
+    numbers: tuple[str, ...],
+) -> Program:
+    """``d_end`` and ``d_start``: the gradients of states that the launches read and write."""
+    fields: dict[str, Value] = {
+        name: ("both" if name in _IN_BOTH else "operands", f"{name}_at") for name in WORKSPACE
+    }
+    fields |= {
+        "maps": ("saved" if saved else "operands", "maps_at"),
+        "starts": ("saved" if saved else "borders", "starts_at"),
+        "ends": ("borders", "ends_at"),
+        "h0": "starts",
+    }
+    steps = [
+        Launch(
+            name,
+            launcher(kernel),
+            f"{name}_blocks",
+            fields | {"d_ht": d_end, "d_h0": d_start} if name in _WITH_ENDS else fields,
+        )
+        for name, kernel in launches
+    ]
+    return Program(steps, BACKWARD_ARRAYS, numbers)

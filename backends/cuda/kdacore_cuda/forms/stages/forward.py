@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from kdacore.lazy import lazy_module
+import torch
+
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
-from kdacore_cuda.forms.stages.launches import sequence_of
-from kdacore_cuda.forms.stages.sizes import plan_of
-from kdacore_cuda.runtime.torch_arguments import address, aligned, contiguous
+from kdacore_cuda.forms.stages.launches import launches_of
+from kdacore_cuda.runtime import torch_launch
+from kdacore_cuda.runtime.plan_cache import PlanCache
+from kdacore_cuda.runtime.torch_arguments import aligned, contiguous
 
-if TYPE_CHECKING:
-    import torch
-
-    from kdacore_cuda.runtime import torch_launch
-else:
-    torch, torch_launch = lazy_module("torch"), lazy_module("kdacore_cuda.runtime.torch_launch")
+_MAX_LAYOUTS = 64
+"""Layouts of arrays that are remembered for one request."""
+_packed: PlanCache[dict[tuple[int, ...], Any]] = PlanCache(lambda request: {})
+"""Program, numbers and architecture, by the strides of the arrays."""
 
 
-def _strides(*arrays: torch.Tensor) -> tuple[int, ...]:
-    """Batch, token and head stride of each, in elements."""
-    return tuple(s for x in arrays for s in x.stride()[:3])
+def _run(r: Request, arrays: Mapping[str, torch.Tensor | None], strided: tuple[torch.Tensor, ...]) -> None:
+    """``strided``: those whose strides the kernel takes, in order."""
+    strides, known = tuple([s for x in strided for s in x.stride()[:3]]), _packed(r)
+    found = known.get(strides)
+    if found is None:
+        if len(known) >= _MAX_LAYOUTS:
+            known.clear()
+        made = launches_of(r, strides)
+        found = known[strides] = made.program, made.program.pack_numbers(made.numbers), made.arch
+    program, numbers, arch = found
+    torch_launch.run(program, numbers, arch, strided[0], arrays)
 
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
@@ -40,11 +49,8 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
     beta, cu_seqlens = inputs.beta, contiguous(inputs.cu_seqlens)
     Aqk = q.new_empty((r.B, r.T, r.HV, r.chunk_size))
     Akk = torch.empty_like(Aqk)
-    torch_launch.run(
-        *(sequence_of(r, _strides(q, k, gc, beta)), plan_of(r).arch, Aqk),
-        *(q.data_ptr(), k.data_ptr(), gc.data_ptr(), beta.data_ptr(), address(cu_seqlens)),
-        *(Aqk.data_ptr(), Akk.data_ptr()),
-    )
+    arrays = {"q": q, "k": k, "gc": gc, "beta": beta, "cu_seqlens": cu_seqlens, "Aqk": Aqk, "Akk": Akk}
+    _run(r, arrays, (q, k, gc, beta))
     return IntraOutputs(Aqk, Akk)
 
 
@@ -69,9 +75,6 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
     w = k.new_empty((r.B, r.T, r.HV, r.K))
     u, kg = k.new_empty((r.B, r.T, r.HV, r.V)), torch.empty_like(w)
     qg = None if q is None else torch.empty_like(w)
-    torch_launch.run(
-        *(sequence_of(r, _strides(k, v, beta, gc, Akk, k if q is None else q)), plan_of(r).arch, w),
-        *(k.data_ptr(), v.data_ptr(), beta.data_ptr(), gc.data_ptr(), Akk.data_ptr(), address(q)),
-        *(address(cu_seqlens), w.data_ptr(), u.data_ptr(), kg.data_ptr(), address(qg)),
-    )
+    given = {"k": k, "v": v, "beta": beta, "gc": gc, "Akk": Akk, "q": q, "cu_seqlens": cu_seqlens}
+    _run(r, given | {"w": w, "u": u, "kg": kg, "qg": qg}, (k, v, beta, gc, Akk, k if q is None else q))
     return RecomputeOutputs(w, u, kg, qg)

@@ -25,16 +25,8 @@ def intra_kernel(K: int, float16: bool) -> KernelSource:
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
         ("MIN_BLOCKS", 4),
-        ("SHARED_LIMIT", intra_shared_bytes(K)),
     )
     return KernelSource("common/stages/intra.cu", "intra", defines)
-
-
-def intra_shared_bytes(K: int) -> int:
-    """Dynamic shared memory of :func:`intra_kernel` in bytes: operands, or the results in their
-    place, and beta."""
-    operands, results = 12 * 16 * K * 2, 64 * 72 * 4 + 2 * 64 * 144
-    return max(operands, results) + 4 * 64
 
 
 def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
@@ -48,15 +40,8 @@ def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
         ("HALF_F16", int(float16)),
         ("THREADS", STAGE_THREADS),
         ("MIN_BLOCKS", 3),
-        ("SHARED_LIMIT", recompute_shared_bytes(K, V)),
     )
     return KernelSource("common/stages/recompute.cu", "recompute", defines)
-
-
-def recompute_shared_bytes(K: int, V: int) -> int:
-    """Dynamic shared memory of :func:`recompute_kernel` in bytes: the operands of both products,
-    k's in two parts."""
-    return 64 * 2 * (64 + 2 * K + V)
 
 
 # kda_recompute_w_u on Hopper with K = V = 128 has a kernel of its own: csrc/sm90.
@@ -76,21 +61,8 @@ def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:
 
     Takes :data:`kdacore_cuda.kernel_parameters.RECOMPUTE`.
     """
-    defines = (
-        ("K_DIM", HOPPER_HEAD_DIM),
-        ("HALF_F16", int(float16)),
-        ("WITH_Q", int(with_q)),
-        ("SHARED_WHOLE", hopper_recompute_shared_bytes(1)),
-        ("SHARED_HALF", hopper_recompute_shared_bytes(2)),
-    )
+    defines = (("K_DIM", HOPPER_HEAD_DIM), ("HALF_F16", int(float16)), ("WITH_Q", int(with_q)))
     return KernelSource("sm90/stages/recompute_hopper.cu", "recompute_hopper", defines)
-
-
-def hopper_recompute_shared_bytes(blocks_per_item: int) -> int:
-    """Dynamic shared memory in bytes of a block, where ``blocks_per_item`` (1 or 2) share a chunk
-    and value head."""
-    width = HOPPER_HEAD_DIM // blocks_per_item
-    return 64 * (2 * 2 * width + 4 * width + 2 * 64 + 4)
 
 
 class RecomputeGrid(NamedTuple):
@@ -99,12 +71,10 @@ class RecomputeGrid(NamedTuple):
 
     whole: int
     """The first items, an even number of them, have one block each; each other item has two blocks
-    of half its channels."""
+    of half its channels. A block of half an item needs less shared memory: a multiprocessor holds four,
+    as registers allow, but three where some blocks of the launch have whole items."""
     grid: int
     """Blocks."""
-    shared: int
-    """Dynamic shared memory of a block in bytes. A multiprocessor holds three blocks where some
-    have whole items, else four; registers allow no fifth."""
     staggered: int
     """The first blocks, those that start together, issue their loads one after another at about the
     rate of memory. Otherwise all of them would wait for memory at the same time, and then all
@@ -133,7 +103,6 @@ def recompute_grid(items: int, multiprocessors: int, empty: int, with_q: bool) -
     return RecomputeGrid(
         whole=whole,
         grid=whole + 2 * (items - whole),
-        shared=hopper_recompute_shared_bytes(1 if whole else 2),
         staggered=multiprocessors * (3 if whole else 4),
         first_in_l2=max(items - empty - L2_BYTES // written, 0),
     )

@@ -1,28 +1,36 @@
-"""The launch of a training stage as data: eager calls from torch and calls from JAX are made of it."""
+"""The launch of a training stage as data."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import Request
-from kdacore_cuda.forms.stages.sizes import plan_of
-from kdacore_cuda.request_encoding import contiguous_strides
-from kdacore_cuda.runtime.launch_sequence import LaunchSequence, PlannedLaunch
+from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
+from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.forms.stages.kernels import (
+    STAGE_THREADS,
+    hopper_recompute_kernel,
+    intra_kernel,
+    recompute_grid,
+    recompute_kernel,
+)
+from kdacore_cuda.kernel_parameters import FLAGS, INTRA, RECOMPUTE
+from kdacore_cuda.request_encoding import contiguous_strides, is_int64, type_code
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
+from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.program import Launch, Program
 
 
 class StageArrays(NamedTuple):
     """The arrays of a stage's kernels."""
 
     given: tuple[str, ...]
-    """Arguments, in the order in which a call gives their addresses, before those of the results."""
+    """Arguments."""
     results: tuple[str, ...]
     strided: tuple[str, ...]
     """Those of the arguments whose batch, token and head stride the kernels take, in that order."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All of them."""
-        return (*self.given, *self.results)
 
 
 ARRAYS = {
@@ -38,20 +46,51 @@ ARRAYS = {
     ),
 }
 """By op. Without q its strides are those of k, and there is no qg."""
+_SIZES = ("T", "N", "H", "HV", "NT", "flags", "beta_type", "scale", "whole", "in_turn", "kept", "blocks")
 
 
-def launch_of(r: Request, strides: tuple[int, ...] = ()) -> PlannedLaunch:
+def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
     """The launch of a call.
 
     Args:
         r: the call.
         strides: of :attr:`StageArrays.strided`, three each, in elements; those of contiguous arrays if not given.
     """
-    plan, arrays = plan_of(r), ARRAYS[r.op]
-    absent = {name for name in arrays.given if not r.has(name)} | (set() if r.has("q") else {"qg"})
-    places = {"g" if name == "gc" else name: (name, 0) for name in arrays.names if name not in absent}
-    fixed = plan.launcher.params.last(*(strides or _contiguous(r, arrays)), *plan.sizes)
-    return PlannedLaunch(r.op, plan.launcher, plan.grid, places, fixed)
+    float16, arch, arrays = r.dtype == "float16", arch_of(r), ARRAYS[r.op]
+    blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
+    whole = staggered = first_in_l2 = 0
+    if r.op == "kda_chunk_intra":
+        launcher = _intra_launcher(r.K, float16, arch)
+    elif chosen(r).own_recompute:
+        # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
+        # their last one.
+        empty = (r.num_chunks - -(-r.T // r.chunk_size)) // 2 * r.HV if r.packed else 0
+        whole, blocks, staggered, first_in_l2 = recompute_grid(
+            blocks, multiprocessors_of(r), empty, r.has("q")
+        )
+        launcher = _hopper_recompute_launcher(float16, r.has("q"), whole > 0)
+    else:
+        launcher = _recompute_launcher(r.K, r.V, float16, arch)
+    flags = FLAGS["CU64"] * is_int64(r, "cu_seqlens")
+    values = (
+        *(r.T, r.N, r.H, r.HV, r.num_chunks, flags, type_code(r, "beta"), r.scale),
+        *(whole, staggered, first_in_l2, blocks),
+    )
+    numbers = dict(zip(_SIZES, values, strict=True))
+    numbers |= dict(zip(_stride_names(r.op), strides or _contiguous(r, arrays), strict=True))
+    return Launches(_program(r.op, launcher), numbers, arch)
+
+
+@cache
+def _program(op: str, launcher: Launcher) -> Program:
+    step = Launch(op, launcher, "blocks", {"g": "gc"})
+    return Program((step,), (*ARRAYS[op].given, *ARRAYS[op].results), (*_stride_names(op), *_SIZES))
+
+
+@cache
+def _stride_names(op: str) -> tuple[str, ...]:
+    names = ("g" if name == "gc" else name for name in ARRAYS[op].strided)
+    return tuple(f"{name}_{axis}" for name in names for axis in ("sb", "st", "sh"))
 
 
 def _contiguous(r: Request, arrays: StageArrays) -> tuple[int, ...]:
@@ -59,16 +98,20 @@ def _contiguous(r: Request, arrays: StageArrays) -> tuple[int, ...]:
     return tuple(s for spec in specs for s in contiguous_strides(spec.shape)[:3])
 
 
-_MAX_STRIDES = 64
-"""Sets of strides that are kept for one request."""
+@cache
+def _intra_launcher(K: int, float16: bool, arch: str) -> Launcher:
+    kernel = intra_kernel(K, float16)
+    return Launcher(kernel, INTRA, STAGE_THREADS, shared_bytes(kernel, arch))
 
 
-def sequence_of(r: Request, strides: tuple[int, ...]) -> LaunchSequence:
-    """The same to be made, given the addresses of :attr:`StageArrays.names`; 0 for an absent array."""
-    known = plan_of(r).sequences
-    found = known.get(strides)
-    if found is None:
-        if len(known) >= _MAX_STRIDES:
-            known.clear()
-        found = known[strides] = LaunchSequence((launch_of(r, strides),), ARRAYS[r.op].names)
-    return found
+@cache
+def _recompute_launcher(K: int, V: int, float16: bool, arch: str) -> Launcher:
+    kernel = recompute_kernel(K, V, float16)
+    return Launcher(kernel, RECOMPUTE, STAGE_THREADS, shared_bytes(kernel, arch))
+
+
+@cache
+def _hopper_recompute_launcher(float16: bool, with_q: bool, some_whole: bool) -> Launcher:
+    kernel = hopper_recompute_kernel(float16, with_q)
+    of_whole, of_half = shared_bytes_of_each(kernel)
+    return Launcher(kernel, RECOMPUTE, STAGE_THREADS, of_whole if some_whole else of_half)

@@ -15,7 +15,7 @@
 #include "common/swizzle.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, STAGES, PREPARE_WARPS, BOUNDED, G_FLOAT,
-// WARPGROUP, SHARED_LIMIT, SLICE_UNROLL.
+// WARPGROUP, SLICE_UNROLL.
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int C = 16;
@@ -65,5 +65,5 @@ struct SharedMemory {
   u64 empty[STAGES];  // the stage is consumed
   int picked[4];      // the sequence that this cluster takes
 };
-static_assert(OFFSET(SharedMemory, picked) + 16 <= SHARED_LIMIT,
-              "the host's shared memory size is too small");
+// Without the padding that the alignment of stages adds.
+KDA_SHARED_BYTES(OFFSET(SharedMemory, picked) + sizeof(int[4]));

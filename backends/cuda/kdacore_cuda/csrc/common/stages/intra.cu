@@ -22,7 +22,7 @@ struct SharedMemory {
   };
   float beta[C];
 };
-static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 
 __device__ __forceinline__ float beta_of(u32 shared, int row) {
   return load_shared1(shared + OFFSET(SharedMemory, beta) + 4 * row);

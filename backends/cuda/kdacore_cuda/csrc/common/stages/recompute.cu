@@ -6,7 +6,7 @@
 // anything is computed. A warp multiplies its own columns of both products, in place; barriers of
 // the block stand before and after.
 //
-// Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS, SHARED_LIMIT.
+// Macros from the host: K_DIM, V_DIM, HALF_F16, THREADS, MIN_BLOCKS.
 #include "common/stages/chunk.cuh"
 #include "common/swizzle.cuh"
 
@@ -19,7 +19,7 @@ struct SharedMemory {
   u16 rest[C][K];
   u16 inverse[C][C];  // Akk, with beta right of its diagonal
 };
-static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = 8;  // rows of a thread loaded at once
 

@@ -3,7 +3,7 @@
 
 #include "sm90/chunk_backward/grads_loads.cuh"
 
-// dt_bias of a channel or, by one thread, A_log of the head: asked for early, used later by the same thread, so that no
+// dt_bias of a channel or, by one thread, A_log of the head: requested early, used later by the same thread, so that no
 // thread waits for it in between.
 struct GateLoads {
   float x;

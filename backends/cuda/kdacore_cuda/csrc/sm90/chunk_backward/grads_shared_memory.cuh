@@ -11,7 +11,7 @@
 #include "sm90/chunk_backward/workspace.cuh"
 #include "sm90/warp.cuh"
 
-// Macros from the host: G_FLOAT, GROUPED, BOUNDED, SHARED_LIMIT.
+// Macros from the host: G_FLOAT, GROUPED, BOUNDED.
 constexpr int THREADS = 512;
 constexpr int ANCHORS = BOUNDED ? 1 : 2;  // anchors of a half
 constexpr u32 GATE_ROW = 4 * K;           // bytes, of a float32 gate
@@ -91,7 +91,7 @@ struct SharedMemory {
   u64 pairs_full;         // barrier: u, dr, rows, last are there
   u64 states_full;        // barrier: h, dh
 };
-static_assert(sizeof(SharedMemory) <= SHARED_LIMIT, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 
 // Threads and warps that do something for the whole block: each in another warp, as all others wait
 // at the next barrier.

@@ -10,6 +10,7 @@
 #include "generated/chunk_backward_params.cuh"
 
 constexpr int K = 128;
+KDA_SHARED_BYTES(0);
 
 __device__ __forceinline__ float sum_lanes(float x) {
 #pragma unroll

@@ -21,7 +21,7 @@
 // ones invert the system while the even ones load v; in step 6 each has 16 channels of w and 16
 // values of u. Barriers of the block separate the steps; v arrives by asynchronous copies.
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES; LEAVING_ONLY, of a pack the
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded); LEAVING_ONLY, of a pack the
 // operands of the sequence that goes on behind the slice, the one that ends at T.
 #include "sm90/chunk_backward/prepare_block.cuh"
 

@@ -8,8 +8,8 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
   const auto address = [&](u64 base, long long sb, long long st, long long sh, int head, int size) {
     return reinterpret_cast<u64>(make_rows(u, base, sb, st, sh, head, size).at);
   };
-  // Parameters first: what is asked for after rows comes after them. They are used in basic blocks of their own,
-  // so that the assembler does not wait for one of them before the last rows have been asked for.
+  // Parameters first: what is requested after rows comes after them. They are used in basic blocks of their own,
+  // so that the assembler does not wait for one of them before the last rows have been requested.
   const long long beta = u.batch * p.beta_sb + u.first * p.beta_st + u.hv * p.beta_sh;
   const float A_log = load_A_log(p, u.hv);
   const u32 parameter = load_parameter(p, beta, u.rows, u.hv, thread);

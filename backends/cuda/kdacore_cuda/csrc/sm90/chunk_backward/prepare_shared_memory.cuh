@@ -135,9 +135,8 @@ struct PlaceMemory<true> {
 };
 struct SharedMemory : Matrices<FOR_SEGMENTS>, LaterKeys<BOUNDED>, UnitNumbers, PlaceMemory<SIDE_BY_SIDE> {};
 constexpr u32 UNIT_PITCH = (sizeof(SharedMemory) + 1023) / 1024 * 1024;
-static_assert((SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : sizeof(SharedMemory)) <= SHARED_BYTES,
-              "the host's shared memory size is too small");
-static_assert(SIDE_BY_SIDE || BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+KDA_SHARED_BYTES(SIDE_BY_SIDE ? BLOCKS * UNIT_PITCH : (u32)sizeof(SharedMemory));
+static_assert(SIDE_BY_SIDE || BLOCKS * (sizeof(SharedMemory) + 1024) <= 228 * 1024,
               "a multiprocessor has no room for so many blocks");
 
 // Offset of a 16-byte piece in an image of the kernel's own. Neither eight neighbouring rows nor
@@ -159,7 +158,7 @@ __device__ __forceinline__ u32 fourth_keys() {
 
 // Which unit a thread works on, and where that lies in shared memory. A unit has THREADS threads and a
 // part of shared memory: those of a block, or (SIDE_BY_SIDE) of one of several units that a block computes
-// at once. Then both are computed anew wherever they are asked for: there are no registers to keep them.
+// at once. Then both are computed anew wherever they are requested: there are no registers to keep them.
 __device__ __forceinline__ int unit_in_block() { return opaque(thread_index()) / THREADS; }
 __device__ __forceinline__ int unit_thread() {
   if constexpr (SIDE_BY_SIDE) return opaque(thread_index()) % THREADS;

@@ -56,7 +56,7 @@ __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 s
   copy_async_wait<0>();
 }
 
-// Steps 2 to 6, once inputs have been asked for and parameters stored: w and u (FOR_SEGMENTS: kt and aqt)
+// Steps 2 to 6, once inputs have been requested and parameters stored: w and u (FOR_SEGMENTS: kt and aqt)
 // are left in shared memory. Calls f() after step 2.
 template <class F>
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate,

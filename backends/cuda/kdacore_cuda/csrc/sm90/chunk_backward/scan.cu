@@ -22,6 +22,8 @@
 #include "sm90/chunk_backward/scan_producer.cuh"
 #include "sm90/chunk_backward/scan_reverse.cuh"
 
+KDA_SHARED_BYTES(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS);
+
 __device__ __forceinline__ void init_barriers(u32 shared) {
   if (thread_index() < 2 * RINGS * MAX_STAGES) {
     const bool empty = thread_index() / MAX_STAGES & 1,

@@ -11,7 +11,7 @@
 // sequence here. o is computed transposed (V by tokens) and stored one chunk later, while the matrix
 // unit works, through the next chunk's rows of u, which no other warp reads.
 //
-// Macros from the host: WARPGROUPS, SHARED_BYTES.
+// Macros from the host: WARPGROUPS.
 #include "common/clear_rows.cuh"
 #include "generated/scan_outputs_params.cuh"
 #include "sm90/chunk_backward/scan_state.cuh"
@@ -31,8 +31,8 @@ struct OutputsMemory {
   OutputStaging out[STATE_WARPS];
   u64 full[STAGES], empty[STAGES];  // barriers
 };
-static_assert(OFFSET(OutputsMemory, empty) + 8 * STAGES <= SHARED_BYTES,
-              "the host's shared memory size is too small");
+// Without the padding that the alignment of stages adds.
+KDA_SHARED_BYTES(OFFSET(OutputsMemory, empty) + sizeof(u64[STAGES]));
 using OutputsRing = Ring<STAGES, OFFSET(OutputsMemory, stages), sizeof(Aligned<OutputsStage>),
                          OFFSET(OutputsMemory, full), 8 * STAGES>;
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce(const ScanOutputsParams& p, const Task& 
 }
 
 // A wait for what has come already. It ends a basic block: the assembler would move loads of shared
-// memory, and what needs them, between products that are asked for one after another.
+// memory, and what needs them, between products that are requested one after another.
 __device__ __forceinline__ void end_basic_block(const OutputsRing& ring) { ring.wait_full(); }
 
 // This warp's rows of u, the block's first one at `from`.

@@ -47,8 +47,6 @@ struct SharedMemory {
   u64 barriers[RINGS][2][MAX_STAGES];  // full, then empty
 };
 constexpr u32 OUT_BYTES = sizeof(OutputStaging), RING_BARRIERS = sizeof(u64[2][MAX_STAGES]);
-static_assert(OFFSET(SharedMemory, barriers) + RINGS * RING_BARRIERS <= SHARED_BYTES,
-              "the host's shared memory size is too small");
 
 // Reverse ones first, as they take longer.
 __device__ __forceinline__ Task find_segment_task(const ChunkBackwardParams& p, int block) {

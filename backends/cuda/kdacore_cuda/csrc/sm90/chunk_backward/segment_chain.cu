@@ -8,7 +8,7 @@
 // each: a row needs all channels of its own row, but no other row; with states that the forward kept
 // (FLAG_KEPT_MAPS), of the gradients' direction alone. Warps and synchronisation: compose.cuh.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS.
 #include "sm90/chunk_backward/segments.cuh"
 #include "sm90/chunk_forward/segments/compose.cuh"
 

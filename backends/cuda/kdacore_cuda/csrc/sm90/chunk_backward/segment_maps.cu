@@ -14,7 +14,7 @@
 // Warps, registers: scan_block.cuh. Synchronisation: a ring of stages, each with a barrier that
 // counts what arrives and one that counts the state warps that have read it.
 //
-// Macros from the host: WARPGROUPS, SHARED_BYTES; OF_SLICE, for a slice of a row that several ranks
+// Macros from the host: WARPGROUPS; OF_SLICE, for a slice of a row that several ranks
 // share. The gradient at a sequence's end is then not known: B' of last segments is from zero. First
 // segments have an A and a B', too, where the state at the slice's start is another rank's, which is
 // so for the sequence that the slice's first token belongs to. B' lies at its own segment's place.
@@ -44,8 +44,8 @@ struct SharedMemory {
   };
   u64 full[MAX_STAGES], empty[MAX_STAGES];  // barriers
 };
-static_assert(OFFSET(SharedMemory, empty) + 8 * MAX_STAGES <= SHARED_BYTES,
-              "the host's shared memory size is too small");
+// Without the padding that the alignment of stages adds.
+KDA_SHARED_BYTES(OFFSET(SharedMemory, empty) + sizeof(u64[MAX_STAGES]));
 template <int STAGES, class T>
 using MapsRing = Ring<STAGES, 0, sizeof(Aligned<T>), OFFSET(SharedMemory, full), 8 * MAX_STAGES>;
 using ForwardRing = MapsRing<FORWARD_STAGES, ForwardStage>;

@@ -8,7 +8,7 @@
 // Grid: for each result and value head 128 / ROWS blocks, which have ROWS value rows each. Warps and
 // synchronisation: compose.cuh.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS.
 #include "sm90/chunk_backward/segments.cuh"
 #include "sm90/chunk_forward/segments/compose.cuh"
 

@@ -12,6 +12,7 @@
 constexpr int K = 128;
 constexpr int GROUPS = THREADS / K;
 constexpr int AHEAD = 4;  // loads in flight
+KDA_SHARED_BYTES(sizeof(float[THREADS]));
 
 __device__ __forceinline__ void store_sum(u64 base, long long index, int type, float parts) {
   const float largest = type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? LARGEST_BF16 : 65504.0f;

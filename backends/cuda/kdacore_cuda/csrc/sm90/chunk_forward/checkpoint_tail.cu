@@ -14,8 +14,6 @@
 // Grid: four blocks a mark and value head, 32 columns of V each. Those whose mark lies at a step's start,
 // or has no row, have nothing to do. A warp prepares a group, four channels a lane, all of its loads at
 // once; then a warp holds 8 columns of the state, each lane 16 channels of two.
-//
-// Macros from the host: SHARED_BYTES.
 #include "common/chunk_forward/marks.cuh"
 #include "common/gate.cuh"
 #include "common/l2norm.cuh"
@@ -35,7 +33,7 @@ struct SharedMemory {
   u32 v[TOKENS][COLUMNS / 2];   // bfloat16
   GroupFactors factors[GROUPS];
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 
 // What remains of a mark's step: `tokens` from row `first` of the pack on; the row of the pool.
 struct Tail {

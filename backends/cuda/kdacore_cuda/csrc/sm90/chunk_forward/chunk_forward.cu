@@ -61,7 +61,7 @@ __device__ __forceinline__ void init_barriers(u32 shared, int rank) {
     if (thread_index() < SOLVERS)
       barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
                    WARP_ARRIVALS * 2 * SLICES);
-    if (thread_index() < GROUPS * SUMS) {
+    if (thread_index() < READS) {
       barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
       if constexpr (!BOUNDED) barrier_init(shared + tiles_read() + 8 * thread_index(), WARP_ARRIVALS * 2);
     }

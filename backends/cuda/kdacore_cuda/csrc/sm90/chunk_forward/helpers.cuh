@@ -19,8 +19,8 @@ __device__ __forceinline__ int helper_clusters(const ChunkForwardParams& p) {
 }
 
 // A chunk that a helper prepares, and its flags, one a scanning block. A flag is raised when it holds the number
-// of the launch, which memory of before does not by chance. Its only reader clears it: the number is the same
-// when a graph is replayed.
+// of the launch, which uninitialised memory does not hold by chance. Its only reader clears it: the number is the
+// same when a graph is replayed.
 struct HelpedChunk {
   u64 image, flags;
 };

@@ -72,7 +72,7 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
     const int tokens = part.tokens, token = (c + part.shift) * C + w.at.half * HALF + 2 * w.l.p;
     int left = tokens - token;  // this lane's tokens from the next load on
     Source from = make_source(p, part.sequence, w.l, w.at.slice, token);
-    // What comes from the caches is asked for before what comes from memory, as answers come in order.
+    // What comes from the caches is requested before what comes from memory, as answers come in order.
     Gate gate = make_gate(p, task.hv);
     float bias[2] = {};
     if (!w.at.half) {

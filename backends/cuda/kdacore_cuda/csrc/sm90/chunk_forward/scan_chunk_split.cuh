@@ -7,7 +7,7 @@
 #include "sm90/chunk_forward/scan_chunk.cuh"
 
 // A wait for what has come already. It ends a basic block, so that the assembler does not move instructions
-// between products that are asked for one after another.
+// between products that are requested one after another.
 __device__ __forceinline__ void end_basic_block(const StageRef& at) { barrier_wait(at.full, at.parity); }
 
 // As scan_chunk, for a chunk of a long sequence.

@@ -31,7 +31,7 @@ struct Interval {
 
 // Behind an interval in shared memory.
 constexpr u32 OWN_CLUSTER = OFFSET(SharedMemory, interval) + 24, OWN_HELPS = OWN_CLUSTER + 4;
-static_assert(sizeof(Interval) <= INTERVAL_BYTES, "a interval does not fit");
+static_assert(sizeof(Interval) <= INTERVAL_BYTES, "an interval does not fit");
 
 __device__ __forceinline__ int minimum(int x, int y) { return x < y ? x : y; }
 __device__ __forceinline__ int maximum(int x, int y) { return x > y ? x : y; }

@@ -24,7 +24,7 @@
 #include "generated/steps.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
-// G_FLOAT, SHARED_LIMIT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
+// G_FLOAT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
 // one (helpers.cuh).
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
@@ -59,6 +59,17 @@ static_assert(STAGES % PREPARERS == 0, "a stage belongs to one block of the clus
 // earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
 // enough to tell the phase.
 static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old");
+// Barriers that say that a solver has read a chunk's sums. A pair of slice warps in a block that only prepares leaves
+// out every third chunk (preparing_block.cuh) and solvers of even and odd chunks do not wait for one another, so with
+// one barrier for each set of sums a pair could take the phase before the one it waits for, of which it knows nothing,
+// for the one after. With two in turns, what the pair waited for before says that the phase before has completed: at
+// chunk i it waits for chunk i - 2, whose barrier was chunk i - 6's, and it has waited for that one, or for i - 4,
+// which the same solver reads after it.
+constexpr int READS = SEPARATE ? 2 * SUMS : GROUPS;
+static_assert(!SEPARATE || GROUPS == 1, "sums in turns are those of one group");
+// The barrier of the block's i-th chunk, which a group prepares, and how often it was used before.
+__device__ __forceinline__ int read_barrier(int group, u32 i) { return SEPARATE ? i % READS : group; }
+__device__ __forceinline__ u32 read_use(u32 i) { return i / READS; }
 
 // Which of the blocks that prepare this one is.
 __device__ __forceinline__ int preparer_of(int rank) { return SEPARATE ? rank - SCANNERS : rank; }
@@ -123,8 +134,8 @@ struct SharedMemory {
   // The stage is consumed, or if SEPARATE, in the block that prepares, copied; then (only if SEPARATE) room_at.
   u64 empty[SEPARATE ? 2 : 1][STAGES];
   u64 parts_ready[SOLVERS];  // the slices of the solver's chunk are done
-  // Both warps of a solver have read the group's parts; then (only if gates are unbounded) tiles_read.
-  u64 parts_read[BOUNDED ? 1 : 2][GROUPS * SUMS];
+  // Both warps of a solver have read a chunk's parts; then (only if gates are unbounded) tiles_read.
+  u64 parts_read[BOUNDED ? 1 : 2][READS];
   alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
@@ -137,7 +148,7 @@ __device__ __forceinline__ u32 room_at(u32 shared, u32 stage) {
   return shared + OFFSET(SharedMemory, empty) + 8 * STAGES + 8 * stage;
 }
 // Barriers like parts_read, of the sums of pairs within halves, which unbounded gates' slices write earlier.
-__device__ __forceinline__ u32 tiles_read() { return OFFSET(SharedMemory, parts_read) + 8 * GROUPS * SUMS; }
+__device__ __forceinline__ u32 tiles_read() { return OFFSET(SharedMemory, parts_read) + 8 * READS; }
 // From the slices' sums of one chunk of a block to those of the next, the block's i-th.
 __device__ __forceinline__ int sums_offset(int i) {
   constexpr int FIRST = OFFSET(SharedMemory, parts),
@@ -145,5 +156,4 @@ __device__ __forceinline__ int sums_offset(int i) {
   return SUMS > 1 && (i & 1) ? SECOND - FIRST : 0;
 }
 // Without the padding that the alignment of stages adds.
-static_assert(OFFSET(SharedMemory, interval) + INTERVAL_BYTES <= SHARED_LIMIT,
-              "the host's shared memory size is too small");
+KDA_SHARED_BYTES(OFFSET(SharedMemory, interval) + INTERVAL_BYTES);

@@ -10,7 +10,7 @@
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 
-// Of such a call nothing is cut, packed, looked up in a pool or kept between steps (chunk_forward.py decides).
+// Of such a call nothing is cut, packed, looked up in a pool or kept between steps (kdacore_cuda/choice.py).
 static_assert(!MANY_SHORT || !SEPARATE, "all blocks prepare");
 
 // A step: chunk `chunk` of value head `hv` of sequence `n`.

@@ -97,8 +97,9 @@ __device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
 
 // Waits until a solver has read the sums that those of step c replace. `barriers`: parts_read or tiles_read.
 __device__ __forceinline__ void wait_for_solver(const SliceWarp& w, u32 shared, int c, u32 barriers) {
-  const u32 i = (u32)c / PREPARERS;  // of the block's steps
-  barrier_wait(shared + barriers + 8 * (SUMS * w.group + i % SUMS), (u32)(i / (GROUPS * SUMS) & 1) ^ 1);
+  // The block's step that had those sums is GROUPS * SUMS ago; half a round of the barriers, or a whole one.
+  const u32 i = (u32)c / PREPARERS + (READS - GROUPS * SUMS);
+  barrier_wait(shared + barriers + 8 * read_barrier(w.group, i), (read_use(i) & 1) ^ 1);
 }
 
 // Where this lane's sums of step c go.
@@ -173,7 +174,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
       advance(from, p, (c + shift - stopped) * C, heads, value_heads);
     }
     left = tokens - first_token();
-    // What comes from the caches is asked for before what comes from memory, as answers come in order.
+    // What comes from the caches is requested before what comes from memory, as answers come in order.
     Gate gate = make_gate(p, task.hv);
     const float own_bias = w.at.half ? 0.0f : load_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};

@@ -4,9 +4,10 @@
 // takes the part of the work that belongs to its ticket, not to its place in the grid, and waits only for parts of
 // lower tickets: those have begun.
 //
-// The counter is in the workspace, which nobody has cleared. A count is larger than almost everything that memory
-// holds, so the maximum of the two begins it, whoever comes first; where that fails, one cluster replaces what was
-// there. The last one to draw clears it: a graph is replayed with the number of the launch that it was captured with.
+// The counter is in the workspace, which is uninitialised. A cluster begins the count with an atomic maximum: a
+// count is larger than almost any value that memory may hold. Where the memory holds a larger one, one cluster
+// replaces it. The last cluster to draw a ticket resets the counter, as a graph is replayed with the launch number
+// that it was captured with.
 #pragma once
 
 #include "generated/chunk_forward_params.cuh"

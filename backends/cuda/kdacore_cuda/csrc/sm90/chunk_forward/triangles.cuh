@@ -153,7 +153,7 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
             full = shared + OFFSET(SharedMemory, full) + 8 * slot;
   const u32 parts =
       shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane + sums_offset(i);
-  const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * (SUMS * group + i % SUMS);
+  const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * read_barrier(group, i);
   barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
   if (w.half && !SEPARATE) publish_operands(stage, full, l.lane, rank);
   Scalars s;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
   Products sums = {};
   add_parts(sums, parts + w.half * PARTS * PART_BYTES);
-  if constexpr (!BOUNDED) warp_arrive(shared + tiles_read() + 8 * (SUMS * group + i % SUMS), l.lane);
+  if constexpr (!BOUNDED) warp_arrive(shared + tiles_read() + 8 * read_barrier(group, i), l.lane);
   if (w.half) {
     warp_arrive(parts_read, l.lane);
   }

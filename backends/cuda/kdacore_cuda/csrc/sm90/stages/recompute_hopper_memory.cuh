@@ -1,6 +1,6 @@
 // kda_recompute_w_u on Hopper: shared memory of a block, its loads and stores.
 //
-// Macros from the host: K_DIM (128), HALF_F16, WITH_Q, SHARED_WHOLE, SHARED_HALF.
+// Macros from the host: K_DIM (128), HALF_F16, WITH_Q.
 #pragma once
 
 #include "common/stages/chunk.cuh"
@@ -33,13 +33,12 @@ struct BlockLayout {
   };
   static constexpr u32 K_AT = OFFSET(Memory, k), V_AT = OFFSET(Memory, v), G_AT = OFFSET(Memory, g);
   static constexpr u32 INVERSE_AT = OFFSET(Memory, inverse), BETA_AT = OFFSET(Memory, beta);
-  static_assert(sizeof(Memory) <= (PARTS == 1 ? SHARED_WHOLE : SHARED_HALF),
-                "the host's shared memory size is too small");
   // Rows of a result that a thread stores; a warp stores whole rows.
   static constexpr int ROW_LANES = 2 * WIDTH / 16, ROWS_AT_ONCE = THREADS / ROW_LANES,
                        THREAD_ROWS = C / ROWS_AT_ONCE;
   static_assert(ROWS_AT_ONCE % 8 == 0, "all its rows have their pieces in the same order");
 };
+KDA_SHARED_BYTES(sizeof(BlockLayout<1>::Memory), sizeof(BlockLayout<2>::Memory));
 
 // Rows past a chunk's end are zeros: so is their beta, they add nothing, and their results are not
 // stored.

@@ -5,7 +5,7 @@
 // multiprocessors to the second launch (walk.cu), which reads finished units while others are still
 // computed. No block of this launch waits for another block.
 //
-// Grid: at most as many blocks as the host wants to give multiprocessors to. Warps: eight for each of
+// Grid: one block for each multiprocessor that the second launch leaves free, or fewer. Warps: eight for each of
 // the places where a unit is computed, and one, the dispatcher, that hands the block's units out in
 // turns and raises a unit's flags once it has arrived in device memory. So no unit waits for that, nor
 // computes addresses. First come the first chunks of all sequences and heads, then their second ones,
@@ -14,8 +14,7 @@
 // given (the inputs of a place's next unit are known; one for each of two), written (all of a unit is in
 // device memory).
 //
-// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), SHARED_BYTES, FOR_SEGMENTS and SIDE_BY_SIDE
-// (both 1).
+// Macros from the host: G_FLOAT, BOUNDED (gates are bounded), FOR_SEGMENTS and SIDE_BY_SIDE (both 1).
 #include "sm90/chunk_backward/prepare_unit.cuh"
 #include "sm90/chunk_forward/dataflow/flags.cuh"
 

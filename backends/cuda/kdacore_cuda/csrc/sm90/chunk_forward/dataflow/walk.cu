@@ -19,8 +19,6 @@
 // Synchronisation: a stage's barriers count the bytes and values that arrive (full) and the warps that have
 // read it (empty). For each pair of warps and of two places, barriers say that o has been handed on (full)
 // or stored (empty).
-//
-// Macros from the host: SHARED_BYTES.
 #include "common/warp_arrivals.cuh"
 #include "generated/walk_params.cuh"
 #include "sm90/chunk_forward/dataflow/flags.cuh"
@@ -72,7 +70,7 @@ struct SharedMemory {
   u64 full[STAGES], empty[STAGES];
   Pair pairs[ROLE_WARPS];
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 using OperandRing = Ring<STAGES, STAGE_LEAD, sizeof(Stage), OFFSET(SharedMemory, full), 8 * STAGES>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
@@ -139,7 +137,7 @@ __device__ __forceinline__ void hand_on(const TokenOperand& o, Exchange& x, int 
   ++x.turn;
 }
 
-// The chunk's decay of this lane's channels. Loaded before products are asked for: beside them, these
+// The chunk's decay of this lane's channels. Loaded before products are requested: beside them, these
 // loads take as long as all of them.
 struct Decays {
   float2 x[2 * K_TILES];

@@ -6,7 +6,7 @@
 // Grid: 128 / ROWS blocks a sequence and value head, with 16 or 32 value rows each: a row of S'
 // needs all channels of its row of S, but no other row. Warps and synchronisation: compose.cuh.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS.
 #include "sm90/chunk_forward/segments/compose.cuh"
 
 KDA_KERNEL(THREADS, 1) chain(KDA_PARAM SegmentParams p) {

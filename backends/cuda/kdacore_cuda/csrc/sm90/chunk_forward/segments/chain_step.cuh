@@ -3,7 +3,7 @@
 // later segment builds on the result. A block has ROWS (16 or 32) value rows; its eight warps share
 // their channels.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS.
 #pragma once
 
 #include "sm90/chunk_forward/segments/segment.cuh"
@@ -19,7 +19,7 @@ struct SharedMemory {
   u64 barriers[STAGES];
 };
 constexpr u32 PART_BYTES = sizeof(u16[ROWS][K]), RIGHT_BYTES = 2 * STATE_BYTES;
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
+KDA_SHARED_BYTES(sizeof(SharedMemory));
 
 constexpr int GROUPS = 128 / ROWS;                          // of channels: warps of 16 rows
 constexpr int CHANNELS = K / GROUPS, TILES = CHANNELS / 8;  // of a warp

@@ -77,7 +77,7 @@ __device__ __forceinline__ void compose(Sums& sums, int steps, u32 shared, const
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     keep(i);
-    Sums after_next;  // asked for at the step's head: where the step ends, moving it to `next` would wait for it
+    Sums after_next;  // requested at the step's head: where the step ends, moving it to `next` would wait for it
     read_addend(after_next, i + 1);
     const u32 left = shared + OFFSET(SharedMemory, left) + (i & 1) * 2 * PART_BYTES;
     store_left(sums, left, l);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void scan_segment(const SegmentParams& p, const Task&
 }
 
 // Loads the segment's chunks, the last one first. Values are inputs of the call, older than the launch that made
-// the records, so the first ones are asked for before that has ended.
+// the records, so the first ones are requested before that has ended.
 __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const Segment& x,
                                                   OperandRing& ring) {
   const int last = x.end - 1;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce_backwards(const SegmentParams& p, const 
   v.rows = x.s.length - last * C;
   v.rows = v.rows < C ? v.rows : C;
   // Products see values that small copies brought only after a fence. The threads that copied make it, once the
-  // next chunk has been asked for: in the warps that multiply it would take up to 60 ns of each chunk.
+  // next chunk has been requested: in the warps that multiply it would take up to 60 ns of each chunk.
   const auto show = [](const OperandRing& stage) {
     fence_async_proxy();
     barrier_arrive(stage.full());

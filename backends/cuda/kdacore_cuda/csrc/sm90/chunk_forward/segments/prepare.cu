@@ -10,7 +10,7 @@
 // rows, the first four warps of aqk and aqt, the others of the triangular system and kt. Barriers of the
 // block separate the steps.
 //
-// Macros from the host: G_FLOAT, SHARED_BYTES; LEAVING_ONLY, of a pack the operands of the sequence that
+// Macros from the host: G_FLOAT; LEAVING_ONLY, of a pack the operands of the sequence that
 // goes on behind the slice, the one that ends at T.
 #include "sm90/chunk_forward/segments/prepare_block.cuh"
 

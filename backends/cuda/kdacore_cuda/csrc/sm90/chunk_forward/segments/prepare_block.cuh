@@ -9,8 +9,8 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
     return base +
            ((u64)(u32)u.batch * (u64)sb + (u64)(u32)u.first * (u64)st + (u64)(u32)head * (u64)sh) * size;
   };
-  // Parameters first: what is asked for after rows comes after them. They are used in basic blocks of their own,
-  // so that the assembler does not wait for one of them before the last rows have been asked for.
+  // Parameters first: what is requested after rows comes after them. They are used in basic blocks of their own,
+  // so that the assembler does not wait for one of them before the last rows have been requested.
   const long long beta = (long long)address(0, p.beta_sb, p.beta_st, p.beta_sh, u.hv, 1);
   const Parameter parameter = load_parameter(p, beta, u.rows, u.hv, thread);
   fetch_inputs(p, address(p.q, p.q_sb, p.q_st, p.q_sh, u.h, 2), address(p.k, p.k_sb, p.k_st, p.k_sh, u.h, 2),

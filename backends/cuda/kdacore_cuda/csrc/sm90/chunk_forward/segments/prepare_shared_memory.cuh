@@ -59,8 +59,8 @@ struct SharedMemory {
   float ratio[C];         // beta over that
   float totals[2][K];     // log2 decay of each half; before that, a copy of the gate's bias for each
 };
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "the host's shared memory size is too small");
-static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024,
+KDA_SHARED_BYTES(sizeof(SharedMemory));
+static_assert(BLOCKS * (sizeof(SharedMemory) + 1024) <= 228 * 1024,
               "a multiprocessor has no room for so many blocks");
 
 // The unit's record.

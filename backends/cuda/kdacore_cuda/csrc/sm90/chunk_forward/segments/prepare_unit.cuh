@@ -18,7 +18,7 @@ __device__ __forceinline__ void fetch_inputs(const ChunkBackwardParams& p, u64 q
   copy_async_commit();
 }
 
-// Steps 2 to 6, once inputs have been asked for and parameters stored: kt and aqt are left in shared
+// Steps 2 to 6, once inputs have been requested and parameters stored: kt and aqt are left in shared
 // memory.
 __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows, const Gate& gate,
                                           u32 shared) {

@@ -7,7 +7,7 @@
 // Blocks that read the same records may be a cluster of two (CLUSTER 2): each asks for half of a record, for
 // both. A stage then is empty when both blocks have read it.
 //
-// Macros from the host: WARPGROUPS, SHARED_BYTES, CLUSTER; LAST_READER, of the launch that reads records
+// Macros from the host: WARPGROUPS, CLUSTER; LAST_READER, of the launch that reads records
 // last: output, which needs all of a record; maps needs the part before qg.
 #pragma once
 
@@ -50,8 +50,8 @@ struct SharedMemory {
   Stage stages[STAGES];
   u64 full[STAGES], empty[STAGES];  // barriers
 };
-static_assert(OFFSET(SharedMemory, empty) + 8 * STAGES <= SHARED_BYTES,
-              "the host's shared memory size is too small");
+// Without the padding that the alignment of stages adds.
+KDA_SHARED_BYTES(OFFSET(SharedMemory, empty) + sizeof(u64[STAGES]));
 
 using OperandRing = Ring<STAGES, STAGE_LEAD, STAGE_PITCH, OFFSET(SharedMemory, full), 8 * STAGES>;
 
@@ -182,6 +182,6 @@ __device__ __forceinline__ void leave_together() {
 }
 
 // A wait for what has come already. It ends a basic block: the assembler would move loads of shared
-// memory, and what needs them, between products that are asked for one after another, or operands of
+// memory, and what needs them, between products that are requested one after another, or operands of
 // the next chunk behind products that they do not need.
 __device__ __forceinline__ void end_basic_block(const OperandRing& ring) { ring.wait_full(); }

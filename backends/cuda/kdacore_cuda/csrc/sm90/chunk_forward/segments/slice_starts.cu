@@ -5,7 +5,7 @@
 // Grid: 128 / ROWS blocks a sequence and value head, which have ROWS value rows each. Warps and
 // synchronisation: compose.cuh.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS.
 #include "sm90/chunk_forward/segments/compose.cuh"
 
 KDA_KERNEL(THREADS, 1) slice_starts(KDA_PARAM SegmentParams p) {

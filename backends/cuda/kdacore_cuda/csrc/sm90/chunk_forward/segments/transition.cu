@@ -7,7 +7,7 @@
 // Grid: for each result, value head, and M or C, 128 / ROWS blocks, which have ROWS rows of M^T or
 // C^T each. Warps and synchronisation: compose.cuh.
 //
-// Macros from the host: ROWS, SHARED_BYTES.
+// Macros from the host: ROWS.
 #include "generated/transition_params.cuh"
 #include "sm90/chunk_forward/segments/compose.cuh"
 

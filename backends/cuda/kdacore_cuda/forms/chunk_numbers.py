@@ -1,0 +1,81 @@
+"""The numbers that kernels of ``chunk_kda`` take, of every form."""
+
+from __future__ import annotations
+
+from kdacore.types import Request
+from kdacore_cuda.forms.launches import ROWS, STRIDES
+from kdacore_cuda.kernel_parameters import GATES, TYPES
+from kdacore_cuda.request_encoding import (
+    chunk_flags,
+    contiguous_token_strides,
+    division,
+    has_bounded_gate,
+    type_code,
+)
+
+CHUNK, HALF, QUARTER = 64, 32, 16
+LOG2E = 1.4426950408889634
+UNBOUNDED_FLOOR = -13.75
+"""The lowest log2 decay of one token with an unbounded gate, so that one exponent anchor serves a
+quarter of a chunk.
+
+exp(g) is then at least 7e-5. A state that should have decayed further keeps that part of itself,
+far below what bfloat16 resolves. Tokens whose decay was raised to the floor have gradient 0.
+"""
+
+
+def g_type(r: Request) -> str:
+    """The dtype of the g that kernels are given: float16 is widened."""
+    dtype = r.spec("g").dtype
+    return "float32" if dtype == "float16" else dtype
+
+
+def takes_float_gate(r: Request) -> bool:
+    """Whether g is given to kernels as float32, not bfloat16."""
+    return type_code(r, "g") != TYPES["bfloat16"]
+
+
+def call_numbers(r: Request) -> dict[str, float]:
+    """Those of the call itself, with the strides of contiguous arrays."""
+    row = r.HV * r.K * r.V
+    return {
+        "T": r.T,
+        "N": r.N,
+        "H": r.H,
+        "HV": r.HV,
+        "ckpt_every": r.checkpoint_every,
+        "null_index": r.null_index,
+        "marks": r.checkpoint_count,
+        "gate": GATES[r.gate],
+        "flags": chunk_flags(r),
+        "beta_type": type_code(r, "beta"),
+        "bias_type": type_code(r, "dt_bias"),
+        "scale": r.scale,
+        "lower_bound": r.lower_bound or 0.0,
+        **dict(zip(STRIDES, contiguous_token_strides(r), strict=True)),
+        **dict.fromkeys(ROWS, row),
+    }
+
+
+def chunk_slots(r: Request) -> int:
+    """Chunks of one value head, unused slots of a pack included."""
+    return r.T // CHUNK + r.N if r.packed else r.B * -(-r.T // CHUNK)
+
+
+def chunk_numbers(r: Request) -> dict[str, float]:
+    """Those of launches that compute chunk by chunk: :func:`call_numbers`, and how the call divides into chunks."""
+    NT, slots, bounded = -(-r.T // CHUNK), chunk_slots(r), has_bounded_gate(r)
+    # Slightly below the bound: after rounding, a decay at the bound must not count as below the
+    # floor.
+    floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if bounded else UNBOUNDED_FLOOR
+    (hv_factor, hv_shift), (chunks_factor, chunks_shift) = division(r.HV or 1), division(NT or 1)
+    return call_numbers(r) | {
+        "units": slots * r.HV,
+        "NT": NT,
+        "hv_factor": hv_factor,
+        "hv_shift": hv_shift,
+        "chunks_factor": chunks_factor,
+        "chunks_shift": chunks_shift,
+        "floor": floor,
+        "centre": float(round(-floor * (HALF if bounded else QUARTER) / 2)),
+    }

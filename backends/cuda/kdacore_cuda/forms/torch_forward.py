@@ -1,0 +1,241 @@
+"""Forward calls on torch tensors: results and buffers are allocated, and the executor makes the form's launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from kdacore.types import FastCall, Outputs, Request
+from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.kernel_parameters import ITEM_SIZES
+from kdacore_cuda.request_encoding import contiguous_token_strides
+from kdacore_cuda.runtime import executor, torch_launch
+from kdacore_cuda.runtime.plan_cache import PlanCache
+from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
+
+_MAX_LAYOUTS = 64
+"""Layouts of arrays of which calls are cached for one request."""
+
+
+class Layout(NamedTuple):
+    """How the arrays of a call lie that are not all contiguous, or off 16 bytes."""
+
+    strides: tuple[int, ...]
+    """Batch, token and head strides of q, k, v, g and beta, in elements."""
+    rows: tuple[int, int]
+    """Elements from a row of the states read, and of those written, to the next."""
+    aligned_states: bool
+    """Every row of states begins on 16 bytes."""
+    is_plain: bool
+    """They do, and tokens are contiguous."""
+
+
+class TorchOp:
+    """A forward that has launches.
+
+    Args:
+        launches_of: the launches of a request; the flag: tokens are contiguous, and states lie on 16 bytes.
+        arrays: arguments that the launches take, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`.
+        fields: arguments of the op, in order.
+        takes_rows: whether rows of states may lie apart.
+        aligned_bias: ``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel must.
+        tells_aligned_states: ``launches_of`` reads whether states do.
+        takes_float16_gate: kernels take g as float16.
+    """
+
+    def __init__(
+        self,
+        launches_of: Callable[[Request, bool], Launches],
+        arrays: tuple[str, ...],
+        fields: tuple[str, ...],
+        takes_rows: Callable[[Request], bool],
+        *,
+        aligned_bias: bool = False,
+        tells_aligned_states: bool = False,
+        takes_float16_gate: bool = False,
+    ) -> None:
+        self.launches_of, self.arrays, self.fields, self.takes_rows = launches_of, arrays, fields, takes_rows
+        self.aligned_bias, self.tells_aligned_states = aligned_bias, tells_aligned_states
+        self.takes_float16_gate = takes_float16_gate
+        self.take = itemgetter(*map(fields.index, arrays))
+        """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
+        self._calls: PlanCache[dict[Layout | None, FastCall]] = PlanCache(lambda request: {})
+
+    def forward(self, request: Request, inputs: Any) -> Outputs:
+        """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
+        as_given = self.takes_float16_gate or inputs.g.dtype is not torch.float16
+        if as_given and all(x is None or x.is_contiguous() for x in inputs):
+            found = self._call(request, None)(inputs)
+            if found is not None:
+                o, state, checkpoints, *saved = found
+                return Outputs(o, state, checkpoints, tuple(saved))
+        return self._forward_in_readable_layout(request, inputs)
+
+    def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
+        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied. It
+        returns None, having launched nothing, where arrays lie off 16 bytes or another device is current."""
+        given, layout = readable(self, request, inputs)
+        return self._call(request, layout) if given is inputs else None
+
+    def _call(self, request: Request, layout: Layout | None) -> FastCall:
+        calls = self._calls(request)
+        found = calls.get(layout)
+        if found is None:
+            if len(calls) >= _MAX_LAYOUTS:
+                calls.clear()
+            found = calls[layout] = _make_call(self, request, layout)
+        return found
+
+    def _forward_in_readable_layout(self, r: Request, inputs: Any) -> Outputs:
+        """A call of which kernels cannot read, or cannot write, some arrays as they lie."""
+        given, layout = readable(self, r, inputs)
+        with torch.cuda.device(inputs.q.get_device()):
+            found = self._call(r, layout)(given)
+        if found is None:
+            raise ValueError(f"{r.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
+        o, state, checkpoints, *saved = found
+        if inputs.out is not None and given.out is not inputs.out:
+            o = inputs.out.copy_(o)
+        if r.inplace_state:
+            pool = getattr(inputs, r.written_pool)
+            written = getattr(given, r.written_pool)
+            if written is not pool:
+                pool.copy_(written)
+            state = pool if r.output_final_state else None
+        return Outputs(o, state, checkpoints, tuple(saved))
+
+
+def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
+    """``layout``: None: contiguous."""
+    launches = op.launches_of(r, layout is None or layout.is_plain)
+    program, arch = launches.program, launches.arch
+    numbers = program.pack_numbers(launches.numbers if layout is None else launches.with_layout(*layout[:2]))
+    pack, fields, take = program.pack_addresses, op.fields, op.take
+    out, reads = fields.index("out"), fields.index("state_indices")
+    writes, pool = fields.index("write_indices"), fields.index(r.written_pool)
+    initial, bias = fields.index("initial_state"), fields.index("dt_bias")
+    # Bits of addresses that must be 0, of g, of dt_bias, and of states.
+    g_bits, bias_bits = 0 if r.scalar_gate else ALIGNMENT - 1, ALIGNMENT - 1 if op.aligned_bias else 0
+    needs_aligned_states = op.tells_aligned_states and (layout is None or layout.aligned_states)
+    state_bits = ALIGNMENT - 1 if needs_aligned_states else 0
+    o_shape, state_shape, every = (r.B, r.T, r.HV, r.V), r.state_shape, r.checkpoint_every
+    (_, _, rows, width), o_strides = state_shape, (r.T * r.HV * r.V, r.HV * r.V, r.V, 1)
+    state_strides = (r.HV * rows * width, rows * width, width, 1)
+    state_dtype, byte, unit = getattr(torch, r.state_dtype), torch.uint8, (1,)
+    in_place, returns_state = r.inplace_state, r.output_final_state
+    fresh = returns_state and not in_place
+    workspace_shape, saved_shape = ((launches.buffers.get(name, 0),) for name in ("workspace", "saved"))
+    current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
+    bound: dict[int, tuple[Any, Any]] = {}
+    """By device: what allocates there, and what makes the launches."""
+
+    def call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        at = [0 if x is None else x.data_ptr() for x in arrays]
+        misaligned = (at[0] | at[1] | at[2] | at[out]) & (ALIGNMENT - 1)
+        misaligned |= at[3] & g_bits | at[bias] & bias_bits | (at[initial] | at[pool]) & state_bits
+        q, v, index = arrays[0], arrays[2], arrays[0].get_device()
+        if misaligned or current_device() != index:
+            return None
+        here = bound.get(index)
+        if here is None:
+            here = torch_launch.allocator(q.device.type), executor.start_of(program, arch, index)
+            bound[index] = here
+        empty, start = here
+        o, o_at, state, state_at = arrays[out], at[out], None, 0
+        if o is None:
+            o = empty(o_shape, o_strides, v.dtype)
+            o_at = o.data_ptr()
+        if in_place:
+            state, state_at = arrays[pool], at[pool]
+        elif fresh:
+            state = empty(state_shape, state_strides, state_dtype)
+            state_at = state.data_ptr()
+        checkpoints, checkpoints_at, workspace_at, saved_at = None, 0, 0, 0
+        if every:
+            checkpoints = _checkpoints(r, q, state_dtype)
+            checkpoints_at = checkpoints.data_ptr()
+        if workspace_shape[0]:
+            workspace = empty(workspace_shape, unit, byte)
+            workspace_at = workspace.data_ptr()
+        if saved_shape[0]:
+            saved = empty(saved_shape, unit, byte)
+            saved_at = saved.data_ptr()
+        writes_at = (at[writes] or at[reads]) if in_place else 0
+        start(
+            current_stream(index),
+            pack(*take(at), o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at) + numbers,
+        )
+        results = o, state if returns_state else None, checkpoints
+        return (*results, saved) if saved_at else results
+
+    return call
+
+
+def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised, except of a pack or where sequences may be padding: no kernel writes the unused rows there, so
+    all are zero."""
+    make = q.new_zeros if r.packed or r.pool_size else q.new_empty
+    return make(r.checkpoint_shape, dtype=dtype)
+
+
+def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout | None]:
+    """The arrays as kernels can read them, ``inputs`` itself where nothing was copied, and how they lie; None: all are
+    contiguous.
+
+    Args:
+        op: the op.
+        r: the call.
+        inputs: its arrays.
+        rows_apart: rows of states may lie apart where the op's forward allows it.
+    """
+    row, changed, takes_rows = r.HV * r.K * r.V, dict[str, Any](), rows_apart and op.takes_rows(r)
+    if inputs.g.dtype == torch.float16 and not op.takes_float16_gate:
+        changed["g"] = inputs.g.float()
+    for name in ("q", "k", "v") if r.scalar_gate else ("q", "k", "v", "g"):
+        x = changed.get(name, getattr(inputs, name))
+        if (y := aligned(x)) is not x:
+            changed[name] = y
+    rows = {"initial_state": row, "write_pool": row}
+    for name in rows:
+        x = getattr(inputs, name)
+        if not (x is None or takes_rows or x.is_contiguous()):
+            x = changed[name] = x.contiguous()
+        y, rows[name] = contiguous_rows(x, row)
+        if y is not x:
+            changed[name] = y
+    for name, x in zip(op.fields, inputs, strict=True):
+        if x is None or name in _TOKENS_AND_STATES or name == "cu_seqlens_cpu":
+            continue
+        y = x.contiguous()
+        if y.data_ptr() % ALIGNMENT and (name == "out" or (name == "dt_bias" and op.aligned_bias)):
+            y = y.clone()
+        if y is not x:
+            changed[name] = _fresh_output(r, x) if name == "out" else y
+    given = inputs._replace(**changed) if changed else inputs
+    tokens = given.q, given.k, given.v, given.g, given.beta
+    strides = tuple([s for x in tokens for s in x.stride()[:3]])
+    written = rows[r.written_pool] if r.inplace_state else row
+    states = given.initial_state, getattr(given, r.written_pool) if r.inplace_state else None
+    size = ITEM_SIZES[r.state_dtype]
+    aligned_states = not any(
+        x is not None and (x.data_ptr() | y * size) % ALIGNMENT
+        for x, y in zip(states, (rows["initial_state"], written), strict=True)
+    )
+    of_rows, is_contiguous = (rows["initial_state"], written), all(x.is_contiguous() for x in tokens)
+    if is_contiguous:
+        strides = contiguous_token_strides(r)  # of axes of one element torch's may differ
+        if aligned_states and of_rows == (row, row):
+            return given, None
+    return given, Layout(strides, of_rows, aligned_states, is_contiguous and aligned_states)
+
+
+_TOKENS_AND_STATES = frozenset({"q", "k", "v", "g", "beta", "initial_state", "write_pool"})
+
+
+def _fresh_output(r: Request, out: torch.Tensor) -> torch.Tensor:
+    """Memory for an output that kernels cannot write where it lies; rows of no sequence are not written."""
+    o = out.new_empty(out.shape)
+    return o.copy_(out) if r.packed else o

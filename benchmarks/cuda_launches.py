@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kdacore.bench.clock import Step
-from kdacore_cuda.forms.launches import Launches
-from kdacore_cuda.forms.torch_forward import Layout
+from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.program import Launch
 
@@ -34,7 +33,7 @@ def separately(
         arrays: by their names in the program.
     """
     program = launches.program
-    numbers = launches.numbers if layout is None else launches.with_layout(layout.strides, layout.rows)
+    numbers = launches.with_layout(layout)
     grids = {x.name: x.grid for x in program.steps if isinstance(x, Launch)}
 
     def alone(name: str) -> Step:

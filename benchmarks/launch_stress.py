@@ -105,7 +105,7 @@ def main() -> int:
     args = parser.parse_args()
     found = []
     for name in args.only:
-        force(KINDS[name])  # plans are kept by request, and each kind has a request of its own
+        force(KINDS[name])  # plans are cached by request, and each kind has another request
         for gate in GATES:
             found.append({"kind": name, **stress(KINDS[name], gate, args.seconds)})
             print(*(f"{key}: {value}" for key, value in found[-1].items()), sep=", ", flush=True)

@@ -49,7 +49,7 @@ class FormCall:
         r, v = request, inputs.v
         given, layout = readable(_OPS[form], r, inputs)
         self.made = launches_of(form, r)
-        self.numbers = self.made.numbers if layout is None else self.made.with_layout(*layout[:2])
+        self.numbers = self.made.with_layout(layout)
         buffers = {
             name: v.new_empty(size, dtype=torch.uint8) for name, size in self.made.buffers.items() if size
         }

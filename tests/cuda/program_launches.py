@@ -83,7 +83,8 @@ def launches_of(program: Program, values: bytes) -> Iterator[tuple[Launch, int, 
             if given[step.grid]:
                 launched = next(events)
                 parameters = launched.parameters
-                at = program.launch_number_at(step)
+                places = program._places[step.name]
+                at = next((byte for byte, _, name, _ in places if name == programs.LAUNCH), None)
                 if wanted is not None and at is not None:
                     parameters = parameters[:at] + wanted + parameters[at + 8 :]
                 yield step, launched.grid[0], parameters

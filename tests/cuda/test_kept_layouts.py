@@ -17,6 +17,7 @@ from kdacore_cuda.forms.recurrent.forward import RECURRENT
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.forms.stages import launches as stage_launches
 from kdacore_cuda.runtime import device_figures, executor, torch_launch
+from kdacore_cuda.runtime.plan_cache import MAX_LAYOUTS
 from kdacore_cuda.runtime.program import Program
 
 pytestmark = pytest.mark.quick
@@ -98,11 +99,11 @@ def test_stages(launched: list[Made], op: str) -> None:
         ]
         launched.clear()
         stages._run(r, {}, tuple(views))
-        found = stages._packed(r)[strides]
+        found = stages._packed.of_request(r)[strides]
         stages._run(r, {}, tuple(views))
-        assert stages._packed(r)[strides] is found
+        assert stages._packed.of_request(r)[strides] is found
         assert [tuple(params[name] for name in names) for _, params in launched] == [strides] * 2
-        assert len(stages._packed(r)) <= stages._MAX_LAYOUTS
+        assert len(stages._packed.of_request(r)) <= MAX_LAYOUTS
     if op == "kda_recompute_w_u":  # q is absent, and its strides are those of k
         contiguous = stage_launches.launches_of(r).numbers
         assert contiguous["q_st"] == contiguous["k_st"]

@@ -35,6 +35,19 @@ ARGUMENTS = {
 """Fields of the chunk kernels' parameters for arguments and results that are called otherwise."""
 
 
+class Layout(NamedTuple):
+    """How the arrays of a call lie. Of one whose arrays are all contiguous and on 16 bytes there is none."""
+
+    strides: tuple[int, ...]
+    """Batch, token and head strides of q, k, v, g and beta, in elements."""
+    rows: tuple[int, int]
+    """Elements from a row of the states read, and of those written, to the next."""
+    aligned_states: bool
+    """Every row of states begins on 16 bytes."""
+    is_plain: bool
+    """They do, and tokens are contiguous."""
+
+
 class Launches(NamedTuple):
     """The launches of a call, given the numbers of its lengths and of contiguous arrays."""
 
@@ -45,9 +58,11 @@ class Launches(NamedTuple):
     buffers: Mapping[str, int] = {}
     """Arrays that launches need besides arguments and results, with their bytes."""
 
-    def with_layout(self, strides: tuple[int, ...], rows: tuple[int, int]) -> dict[str, float]:
-        """The numbers of a call with other strides (:data:`STRIDES`) and rows of states (:data:`ROWS`)."""
-        given = dict(zip((*STRIDES, *ROWS), (*strides, *rows), strict=True))
+    def with_layout(self, layout: Layout | None) -> dict[str, float]:
+        """The numbers of a call whose arrays lie so."""
+        if layout is None:
+            return self.numbers
+        given = dict(zip((*STRIDES, *ROWS), (*layout.strides, *layout.rows), strict=True))
         return self.numbers | {name: x for name, x in given.items() if name in self.numbers}
 
 

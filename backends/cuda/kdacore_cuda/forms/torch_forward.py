@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kdacore.types import FastCall, Outputs, Request
-from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import contiguous_token_strides
 from kdacore_cuda.runtime import executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import PlanCache
+from kdacore_cuda.runtime.plan_cache import LayoutCache
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
-
-_MAX_LAYOUTS = 64
-"""Layouts of arrays of which calls are cached for one request."""
-
-
-class Layout(NamedTuple):
-    """How the arrays of a call lie that are not all contiguous, or off 16 bytes."""
-
-    strides: tuple[int, ...]
-    """Batch, token and head strides of q, k, v, g and beta, in elements."""
-    rows: tuple[int, int]
-    """Elements from a row of the states read, and of those written, to the next."""
-    aligned_states: bool
-    """Every row of states begins on 16 bytes."""
-    is_plain: bool
-    """They do, and tokens are contiguous."""
 
 
 class TorchOp:
@@ -62,7 +46,9 @@ class TorchOp:
         self.takes_float16_gate = takes_float16_gate
         self.take = itemgetter(*map(fields.index, arrays))
         """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
-        self._calls: PlanCache[dict[Layout | None, FastCall]] = PlanCache(lambda request: {})
+        self._call: LayoutCache[Layout | None, FastCall] = LayoutCache(
+            lambda request, layout: _make_call(self, request, layout)
+        )
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
         """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
@@ -79,15 +65,6 @@ class TorchOp:
         returns None, having launched nothing, where arrays lie off 16 bytes or another device is current."""
         given, layout = readable(self, request, inputs)
         return self._call(request, layout) if given is inputs else None
-
-    def _call(self, request: Request, layout: Layout | None) -> FastCall:
-        calls = self._calls(request)
-        found = calls.get(layout)
-        if found is None:
-            if len(calls) >= _MAX_LAYOUTS:
-                calls.clear()
-            found = calls[layout] = _make_call(self, request, layout)
-        return found
 
     def _forward_in_readable_layout(self, r: Request, inputs: Any) -> Outputs:
         """A call of which kernels cannot read, or cannot write, some arrays as they lie."""
@@ -112,7 +89,7 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     """``layout``: None: contiguous."""
     launches = op.launches_of(r, layout is None or layout.is_plain)
     program, arch = launches.program, launches.arch
-    numbers = program.pack_numbers(launches.numbers if layout is None else launches.with_layout(*layout[:2]))
+    numbers = program.pack_numbers(launches.with_layout(layout))
     pack, fields, take = program.pack_addresses, op.fields, op.take
     out, reads = fields.index("out"), fields.index("state_indices")
     writes, pool = fields.index("write_indices"), fields.index(r.written_pool)

@@ -1,4 +1,4 @@
-"""A kernel as it is launched."""
+"""How a kernel is launched: its source, the struct of its parameters, block size and shared memory."""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from kdacore.types import Request
 
 P = TypeVar("P")
+L = TypeVar("L", bound=Hashable)
 
 _MAX_PLANS = 4096
 
@@ -36,3 +37,29 @@ class PlanCache(Generic[P]):
             self._plans.clear()
         self._plans[id(request)] = (request, plan)
         return plan
+
+
+MAX_LAYOUTS = 64
+"""Layouts cached for one request."""
+
+
+class LayoutCache(Generic[L, P]):
+    """Plans by Request object and by how a call's arrays lie, each made once.
+
+    Args:
+        make: makes the plan of a request and a layout.
+    """
+
+    def __init__(self, make: Callable[[Request, L], P]) -> None:
+        self._make = make
+        self.of_request: PlanCache[dict[L, P]] = PlanCache(lambda request: {})
+
+    def __call__(self, request: Request, layout: L) -> P:
+        """The plan of a call. Raises what ``make`` raises."""
+        plans = self.of_request(request)
+        found = plans.get(layout)
+        if found is None:
+            if len(plans) >= MAX_LAYOUTS:
+                plans.clear()
+            found = plans[layout] = self._make(request, layout)
+        return found

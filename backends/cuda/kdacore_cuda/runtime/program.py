@@ -159,10 +159,6 @@ class Program:
                 places.append((step.launcher.params.offsets[field], width, name, offset))
         return places
 
-    def launch_number_at(self, step: Launch) -> int | None:
-        """Where in its parameters a launch takes :data:`LAUNCH`, in bytes; None if it does not."""
-        return next((byte for byte, _, name, _ in self._places[step.name] if name == LAUNCH), None)
-
     def pack_numbers(self, given: Mapping[str, float]) -> bytes:
         """The numbers of a call, for :data:`Start`. KeyError where one is missing, struct.error where one is too large
         for its fields: for 32 bits where they all have that many."""

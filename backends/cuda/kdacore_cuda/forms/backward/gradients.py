@@ -12,20 +12,19 @@ from kdacore_cuda.forms.backward.launches import launches_of
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
+from kdacore_cuda.forms.launches import Layout
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.launches import keeps_maps
-from kdacore_cuda.forms.torch_forward import Layout, readable
+from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.request_encoding import contiguous_strides
 from kdacore_cuda.runtime import executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import PlanCache
+from kdacore_cuda.runtime.plan_cache import LayoutCache
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned_bytes
 
 LARGEST_FLOAT16 = 65504.0
 
 Backward = Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], "tuple[Any, ...] | None"]
 """As :attr:`kdacore.types.FastGradients.backward`."""
-_backwards: PlanCache[dict[Any, Backward]] = PlanCache(lambda request: {})
-"""By layout, the gradients that are wanted, and what the forward saved."""
 
 
 def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
@@ -49,7 +48,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
     """
     given, layout = readable(CHUNK, request, inputs, rows_apart=False)
     wanted = InputGrads(*[x is not None for x in inputs[: len(InputGrads._fields)]])
-    call = _backward_of(request, layout, wanted, saved_kind(request) if saved else "")
+    call = _backward_of(request, (layout, wanted, saved_kind(request) if saved else ""))
     with torch.cuda.device(inputs.q.get_device()):
         found = call(given, tuple([aligned_bytes(x) for x in saved]), grads.o, grads.final_state)
     if found is None:
@@ -85,22 +84,14 @@ def make_fast_gradients(
     given, layout = readable(CHUNK, request, inputs, rows_apart=False)
     if forward is None or given is not inputs:
         return None
-    return FastGradients(forward, _backward_of(request, layout, InputGrads(*wanted), saved_kind(request)))
+    return FastGradients(forward, _backward_of(request, (layout, InputGrads(*wanted), saved_kind(request))))
 
 
-def _backward_of(r: Request, layout: Layout | None, wanted: InputGrads, saved: str) -> Backward:
-    known, key = _backwards(r), (layout, wanted, saved)
-    found = known.get(key)
-    if found is None:
-        if len(known) >= 64:
-            known.clear()
-        found = known[key] = _make_backward(r, layout, wanted, saved)
-    return found
-
-
-def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_kind: str) -> Backward:
+def _make_backward(r: Request, call: tuple[Layout | None, InputGrads, str]) -> Backward:
+    """``call``: how arrays lie, the gradients that are wanted, what the forward saved."""
+    layout, wanted, saved_kind = call
     first, second = launches_of(r, wanted, saved_kind)
-    given = first.numbers if layout is None else first.with_layout(layout.strides, layout.rows)
+    given = first.with_layout(layout)
     (pack_first, numbers_first), (pack_second, numbers_second) = (
         (x.program.pack_addresses, x.program.pack_numbers(given)) for x in (first, second)
     )
@@ -173,3 +164,6 @@ def _make_backward(r: Request, layout: Layout | None, wanted: InputGrads, saved_
 def _like(empty: Any, form: Any, x: torch.Tensor | None) -> Any:
     """A contiguous tensor of a form and a tensor's dtype; None without either."""
     return None if form is None or x is None else empty(*form, x.dtype)
+
+
+_backward_of = LayoutCache(_make_backward)

@@ -1,5 +1,5 @@
-"""The backward of ``chunk_kda`` on a slice of a row that continues on other ranks, on torch tensors. What the launches
-before the exchange compute is kept until those behind it. Nothing is read back from the device."""
+"""The backward of ``chunk_kda`` on a slice of a row that continues on other ranks, on torch tensors. Buffers of the
+launches before the ranks' exchange are used again by those after it. Nothing is read back from the device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms.backward.gradients import narrowed
 from kdacore_cuda.forms.backward.launches import GRADIENTS
 from kdacore_cuda.forms.chunk_forward import CHUNK
+from kdacore_cuda.forms.launches import Layout
 from kdacore_cuda.forms.slices.forward import run
 from kdacore_cuda.forms.slices.launches import GIVEN, BackwardSliceLaunches, backward_launches
-from kdacore_cuda.forms.torch_forward import Layout, readable
+from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import aligned, aligned_bytes
 

@@ -1,5 +1,5 @@
-"""``chunk_kda`` on a slice of a row that continues on other ranks, on torch tensors. What the launches before the
-exchange compute is kept until those behind it; maps and starting states also for a backward, unless rows are packed.
+"""``chunk_kda`` on a slice of a row that continues on other ranks, on torch tensors. Buffers of the launches before the
+ranks' exchange are used again by those after it; maps and starting states also for a backward, unless rows are packed.
 Nothing is read back from the device."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.forms.slices.launches import GIVEN, forward_launches
-from kdacore_cuda.forms.torch_forward import Layout, readable
+from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
 
@@ -88,6 +88,5 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
 
 def run(launches: Launches, layout: Layout | None, like: torch.Tensor, arrays: dict[str, Any]) -> None:
     """Make launches of arrays that lie so, on ``like``'s device. Raises BackendBuildError or DriverError."""
-    given = launches.numbers if layout is None else launches.with_layout(layout.strides, layout.rows)
-    packed = launches.program.pack_numbers(given)
+    packed = launches.program.pack_numbers(launches.with_layout(layout))
     torch_launch.run(launches.program, packed, launches.arch, like, arrays)

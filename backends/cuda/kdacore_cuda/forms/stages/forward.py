@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
 from kdacore_cuda.forms.stages.launches import launches_of
 from kdacore_cuda.runtime import torch_launch
-from kdacore_cuda.runtime.plan_cache import PlanCache
+from kdacore_cuda.runtime.plan_cache import LayoutCache
+from kdacore_cuda.runtime.program import Program
 from kdacore_cuda.runtime.torch_arguments import aligned, contiguous
 
-_MAX_LAYOUTS = 64
-"""Layouts of arrays that are remembered for one request."""
-_packed: PlanCache[dict[tuple[int, ...], Any]] = PlanCache(lambda request: {})
+
+def _pack(r: Request, strides: tuple[int, ...]) -> tuple[Program, bytes, str]:
+    made = launches_of(r, strides)
+    return made.program, made.program.pack_numbers(made.numbers), made.arch
+
+
+_packed = LayoutCache(_pack)
 """Program, numbers and architecture, by the strides of the arrays."""
 
 
 def _run(r: Request, arrays: Mapping[str, torch.Tensor | None], strided: tuple[torch.Tensor, ...]) -> None:
     """``strided``: those whose strides the kernel takes, in order."""
-    strides, known = tuple([s for x in strided for s in x.stride()[:3]]), _packed(r)
-    found = known.get(strides)
-    if found is None:
-        if len(known) >= _MAX_LAYOUTS:
-            known.clear()
-        made = launches_of(r, strides)
-        found = known[strides] = made.program, made.program.pack_numbers(made.numbers), made.arch
-    program, numbers, arch = found
+    program, numbers, arch = _packed(r, tuple([s for x in strided for s in x.stride()[:3]]))
     torch_launch.run(program, numbers, arch, strided[0], arrays)
 
 

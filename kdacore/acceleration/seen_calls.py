@@ -73,7 +73,7 @@ class SeenCall:
 
 
 class SeenCalls:
-    """The last few calls of every op with arrays of one kind. A call is kept when it comes a second time.
+    """The last few calls of every op with arrays of one kind. A call is remembered when it comes a second time.
 
     Args:
         adapter: of these arrays.

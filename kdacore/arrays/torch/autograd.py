@@ -7,6 +7,7 @@ What is run forward and backward is a :class:`Step`: the ordinary one here, or o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,7 +86,7 @@ def apply(step: ArraysStep, inputs: Any) -> Any:
     return CallFunction.apply(step, inputs, *[inputs[i] for i in step.places])
 
 
-class ArraysStep:
+class ArraysStep(ABC):
     """The part of a step that keeps a call's arrays for its backward.
 
     Args:
@@ -102,9 +103,13 @@ class ArraysStep:
         """Those of the tensors among the op's arrays."""
         self._others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
+    @abstractmethod
     def gradients(self, arrays: list[Any], saved: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
         """The gradients of the op's first arrays."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def forward(self, arrays: Any) -> tuple[Any, ...] | None:
+        """See :class:`Step`."""
 
     def backward(self, ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """See :class:`Step`."""

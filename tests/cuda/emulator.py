@@ -93,7 +93,10 @@ def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL
     stay = (
         "true"
         if kernel.path.startswith(
-            ("sm90/chunk_backward/", "sm90/chunk_forward/dataflow/", "sm90/chunk_forward/segments/")
+            (
+                *("sm90/chunk_backward/", "sm90/chunk_forward/dataflow/", "sm90/chunk_forward/segments/"),
+                "sm90/gated_delta/",
+            )
         )
         else "false"
     )

@@ -295,6 +295,26 @@ WALK = ParamStruct(
 """Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
 ``ready``: the flags of units. ``launch``: the value of a raised one, different for every call."""
 
+GATED_DELTA = ParamStruct(
+    "GatedDeltaParams",
+    (
+        *_INPUTS,
+        *((name, "ptr") for name in ("h0", "ht", "ckpt", "records")),
+        *_STATE_ROWS,
+        *_STATE_STRIDES,
+        *_strided("q", "k", "v", "g", "beta"),
+        ("T", "i64"),
+        *((f"{name}_factor", "i64") for name in ("h", "group", "chunks")),
+        *((name, "i32") for name in ("N", "H", "HV", "NT", "ckpt_every", "null_index", "gate", "flags")),
+        *((name, "i32") for name in ("g_type", "beta_type", "bias_type")),
+        *((f"{name}_shift", "i32") for name in ("h", "group", "chunks")),
+        ("scale", "f32"),
+        ("lower_bound", "f32"),
+    ),
+)
+"""Parameters of both launches of the gated delta rule, csrc/sm90/gated_delta. ``records``: what the first leaves for
+the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT."""
+
 CHECKPOINT_TAIL = ParamStruct(
     "CheckpointTailParams",
     (
@@ -412,6 +432,7 @@ def generated_headers() -> Mapping[str, str]:
         ),
         "generated/segment_params.cuh": _once(SEGMENTS.header()),
         "generated/transition_params.cuh": _once(TRANSITION.header()),
+        "generated/gated_delta_params.cuh": _once(GATED_DELTA.header()),
         "generated/walk_params.cuh": _once(WALK.header()),
         "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
         "generated/steps.cuh": _once(

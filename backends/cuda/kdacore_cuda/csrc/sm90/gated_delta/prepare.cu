@@ -1,0 +1,242 @@
+// The gated delta rule (one decay a token) in two launches on Hopper, K = V = 128, first launch: the record of every
+// chunk and value head (record.cuh). v is not read.
+//
+// Grid: a block of eight warps for each chunk and key head. The products of its tokens, k k^T by four warps and q k^T
+// by the others, stay in registers for all value heads of the key head, which follow one after another: a warp makes
+// the tokens' factors, four invert the triangular system, four make a. Barriers of the block separate these steps. A
+// record leaves as one bulk copy.
+#include "common/l2norm.cuh"
+#include "sm90/gated_delta/gates.cuh"
+#include "sm90/gated_delta/inverse.cuh"
+#include "sm90/gated_delta/record.cuh"
+#include "sm90/warp.cuh"
+
+constexpr int THREADS = 256;
+
+struct SharedMemory {
+  TileImage k, q;
+  ChunkRecord record;
+  alignas(1024) TriangularSystem system;
+  float k_norm[C], q_factor[C];  // 1 / |k|, scale / |q|
+  float beta[C], sum[C];         // of the value head; log2 decays summed from the chunk's start
+};
+KDA_SHARED_BYTES(sizeof(SharedMemory));
+constexpr u32 FACTORS = OFFSET(SharedMemory, record) + OFFSET(ChunkRecord, factors);
+
+// One chunk of one sequence and key head.
+struct KeyUnit {
+  int h, rows;
+  long long slot, batch, first;
+};
+__device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int index) {
+  KeyUnit u;
+  const int slot = divide(index, p.h_factor, p.h_shift);
+  u.h = index - slot * p.H;
+  u.slot = slot;
+  int n = 0, beyond = p.N;
+  if (!p.cu_seqlens) {
+    n = divide(slot, p.chunks_factor, p.chunks_shift);
+  } else {
+    // The last sequence whose slots begin at or before this one.
+    const bool wide = p.flags & FLAG_CU64;
+    while (beyond - n > 1) {
+      const int middle = (n + beyond) >> 1;
+      if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot)
+        n = middle;
+      else
+        beyond = middle;
+    }
+  }
+  const Sequence s = find_read_sequence(p, n);
+  const int begin = (slot - s.slot) * C, left = s.length - begin;
+  u.batch = s.batch;
+  u.first = s.first + begin;
+  u.rows = left <= 0 ? 0 : left < C ? left : C;
+  return u;
+}
+
+// 64 rows of 128 bfloat16; zeros past the end.
+__device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows) {
+  const int piece = thread_index() & 15;
+#pragma unroll
+  for (int n = 0; n < 1024 / THREADS; ++n) {
+    const int row = (thread_index() >> 4) + THREADS / 16 * n;
+    const u64 from = base + (row < rows ? row : 0) * row_bytes + 16 * piece;
+    copy_async16(to + (piece >> 3) * SQUARE_BYTES + swizzled(row, piece & 7),
+                 reinterpret_cast<const void*>(from), row < rows);
+  }
+}
+
+// Products of 16 rows of `left` with the keys of blocks 0 .. row_block, and the rows' sums of squares.
+__device__ __forceinline__ void multiply_pairs(BlockRow& out, float (&square)[2], u32 left, u32 keys,
+                                               int row_block, int lane) {
+  out = {};
+  square[0] = square[1] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < K / 16; ++i) {
+    const u32 wide = (i >> 2) * SQUARE_BYTES;
+    u32 a[4];
+    load_matrix4(a, tiles_by_column(left + wide, row_block, i & 3, lane));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float x = bf16_low(a[e]), y = bf16_high(a[e]);
+      square[e & 1] += x * x + y * y;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j > row_block) break;
+      u32 b[4];
+      load_matrix4(b, tiles_by_row(keys + wide, j, i & 3, lane));
+      mma_bf16(out.block[j][0], a, b[0], b[1]);
+      mma_bf16(out.block[j][1], a, b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    square[i] += shuffle_xor(square[i], 1);
+    square[i] += shuffle_xor(square[i], 2);
+  }
+}
+
+// Two tokens a lane, one warp.
+__device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const KeyUnit& u, int hv, u32 shared,
+                                             int lane) {
+  const HeadGate gate = load_gate(p, hv);
+  float sum[2], beta[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    const long long token = u.first + row;
+    sum[i] = beta[i] = 0.0f;
+    if (row < u.rows) {
+      sum[i] =
+          log2_decay(p, gate, load_scalar(p.g, u.batch * p.g_sb + token * p.g_st + hv * p.g_sh, p.g_type));
+      beta[i] = activate_beta(
+          p, load_scalar(p.beta, u.batch * p.beta_sb + token * p.beta_st + hv * p.beta_sh, p.beta_type));
+    }
+  }
+  sum_decays(sum, lane);
+  const float last = shuffle(sum[1], 31);
+  const float2 k_norm = load_shared2(shared + OFFSET(SharedMemory, k_norm) + 8 * lane),
+               q_factor = load_shared2(shared + OFFSET(SharedMemory, q_factor) + 8 * lane);
+  const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])};
+  const u32 factors = shared + FACTORS + 8 * lane;
+  store_shared(factors + OFFSET(TokenFactors, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
+  store_shared(factors + OFFSET(TokenFactors, own), beta[0] * k_norm.x, beta[1] * k_norm.y);
+  store_shared(factors + OFFSET(TokenFactors, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
+  store_shared(factors + OFFSET(TokenFactors, to_end), exp2_fast(last - sum[0]), exp2_fast(last - sum[1]));
+  store_shared(shared + OFFSET(SharedMemory, beta) + 8 * lane, beta[0], beta[1]);
+  store_shared(shared + OFFSET(SharedMemory, sum) + 8 * lane, sum[0], sum[1]);
+  if (lane < 4)
+    store_shared(shared + OFFSET(SharedMemory, record) + OFFSET(ChunkRecord, last) + 4 * lane,
+                 __float_as_uint(exp2_fast(last)));
+}
+
+__device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_block, int lane) {
+  x[0] = load_shared1(from + 4 * (16 * row_block + (lane >> 2)));
+  x[1] = load_shared1(from + 4 * (16 * row_block + (lane >> 2) + 8));
+}
+
+// Calls f(j, block) for each block of row_i column_j 2^(sum_i - sum_j) x_ij, zero above the diagonal, and on it unless
+// `diagonal` is 1. A block at a time, which saves registers.
+template <class F>
+__device__ __forceinline__ void each_decayed_block(const BlockRow& x, u32 row, u32 column, u32 sums,
+                                                   int row_block, int diagonal, int lane, F f) {
+  const int g = lane >> 2, t = lane & 3;
+  float own[2], by_row[2];
+  load_row_pair(own, sums, row_block, lane);
+  load_row_pair(by_row, row, row_block, lane);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j > row_block) break;
+    float block[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const u32 at = 4 * (16 * j + 8 * n + 2 * t);
+      const float2 sum = load_shared2(sums + at),
+                   by = column ? load_shared2(column + at) : float2{1.0f, 1.0f};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float y = x.block[j][n][e] * by_row[e >> 1] * (e & 1 ? by.y : by.x) *
+                        exp2_fast(own[e >> 1] - (e & 1 ? sum.y : sum.x));
+        const bool kept = j < row_block || 8 * n + 2 * t + (e & 1) < g + 8 * (e >> 1) + diagonal;
+        block[n][e] = kept ? y : 0.0f;
+      }
+    }
+    f(j, block);
+  }
+}
+
+KDA_KERNEL(THREADS, 3) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  const KeyUnit u = find_key_unit(p, block_index());
+  if (!u.rows) return;
+  const int lane = thread_index() & 31, warp = uniform(thread_index() >> 5);
+  const u32 keys = shared + OFFSET(SharedMemory, k), record = shared + OFFSET(SharedMemory, record);
+  fetch_tile(keys, p.k + 2 * (u.batch * p.k_sb + u.first * p.k_st + u.h * p.k_sh), 2 * p.k_st, u.rows);
+  fetch_tile(shared + OFFSET(SharedMemory, q), p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh),
+             2 * p.q_st, u.rows);
+  // Blocks of t and a above the diagonal stay zero.
+#pragma unroll
+  for (int n = 0; n < (int)(2 * SQUARE_BYTES / 16 / THREADS); ++n)
+    store_shared(record + 16 * (thread_index() + THREADS * n), 0, 0, 0, 0);
+  copy_async_commit();
+  copy_async_wait<0>();
+  sync_block();
+  const bool system = warp < 4;
+  const int row_block = system ? warp : 7 - warp;  // each scheduler has as many blocks
+  BlockRow pairs;
+  float square[2];
+  multiply_pairs(pairs, square, system ? keys : shared + OFFSET(SharedMemory, q), keys, row_block, lane);
+  if ((lane & 3) == 0) {
+    const u32 to = shared + (system ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_factor));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
+      store_shared(to + 4 * (16 * row_block + (lane >> 2) + 8 * i),
+                   __float_as_uint(system ? norm : p.scale * norm));
+    }
+  }
+  sync_block();
+  const int group = divide(p.HV, p.h_factor, p.h_shift);
+#pragma unroll 1
+  for (int hv = u.h * group; hv < (u.h + 1) * group; ++hv) {
+    if (warp == 0) {
+      if (lane == 0) copy_out_wait_read<0>();  // of the record before
+      sync_warp();
+      make_factors(p, u, hv, shared, lane);
+    }
+    sync_block();
+    const u32 sums = shared + OFFSET(SharedMemory, sum);
+    if (system) {
+      const u32 k_norm = shared + OFFSET(SharedMemory, k_norm),
+                own = shared + FACTORS + OFFSET(TokenFactors, own);
+      const u32 triangles = shared + OFFSET(SharedMemory, system), to = record + OFFSET(ChunkRecord, t);
+      each_decayed_block(pairs, own, k_norm, sums, row_block, 0, lane, [&](int j, const float (&x)[2][4]) {
+        store_system(triangles, row_block, j, x, lane);
+      });
+      sync_warp();
+      const InverseFactors factors = {k_norm, shared + OFFSET(SharedMemory, beta)};
+      invert_diagonal(triangles, to, factors, row_block, lane);
+      sync_threads(1, 128);
+      merge_column(triangles, to, factors, row_block, lane);
+    } else {
+      each_decayed_block(pairs, shared + OFFSET(SharedMemory, q_factor), 0, sums, row_block, 1, lane,
+                         [&](int j, const float (&x)[2][4]) {
+                           u32 r[4];
+                           pack_tiles(x[0], x[1], r);
+                           store_matrix4(tiles_by_column(record + OFFSET(ChunkRecord, a), row_block, j, lane),
+                                         r);
+                         });
+    }
+    fence_async_proxy();
+    sync_block();
+    if (thread_index() == 0) {
+      copy_out(reinterpret_cast<void*>(record_at(p, u.slot, hv)), record, RECORD_BYTES);
+      copy_out_commit();
+    }
+  }
+  if (thread_index() == 0) copy_out_wait();
+}

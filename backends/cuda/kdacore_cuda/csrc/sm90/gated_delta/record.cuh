@@ -1,0 +1,46 @@
+// What prepare leaves of a chunk (64 tokens) and value head for walk, one contiguous record each.
+//
+// One decay a token serves all channels, so q and k are multiplied as the caller has them, and decays, norms and beta
+// are factors of rows of float32 sums. With G the log2 decay summed from the chunk's start, r = 1 / |k| (1 without
+// l2norm), c = scale / |q| and S (V by K) the state at the chunk's start:
+//
+//   u_i = beta_i (v_i - 2^G_i r_i S k_i) - sum over j < i of L_ij u_j,  L_ij = beta_i r_i r_j 2^(G_i - G_j) k_i . k_j
+//   o_i = c_i 2^G_i S q_i + sum over j <= i of c_i 2^(G_i - G_j) (q_i . k_j) r_j u_j
+//   S'  = 2^G_last S + sum over j of 2^(G_last - G_j) r_j u_j k_j^T
+//
+// With T the inverse of I + L, of which the diagonal is 1, walk computes w_i = r_i u_i as
+//
+//   y_i = v_i - state_i S k_i,   w_i = own_i y_i + sum over j < i of t_ij y_j
+//
+// where the first term, usually the largest, is not rounded.
+#pragma once
+
+#include "common/state_rows.cuh"
+#include "generated/gated_delta_params.cuh"
+#include "sm90/chunk_backward/workspace.cuh"
+
+// Factors of each token; of those past the end `own` is 0.
+struct TokenFactors {
+  float state[C];   // 2^G r
+  float own[C];     // beta r
+  float output[C];  // c 2^G
+  float to_end[C];  // 2^(G_last - G)
+};
+struct ChunkRecord {
+  SquareImage t;  // r_i T_ij beta_j below the diagonal, else 0
+  SquareImage a;  // c_i 2^(G_i - G_j) q_i . k_j up to the diagonal, else 0
+  TokenFactors factors;
+  float last[4];  // 2^G_last, four times
+};
+constexpr u32 RECORD_BYTES = sizeof(ChunkRecord);
+
+__device__ __forceinline__ u64 record_at(const GatedDeltaParams& p, long long slot, int hv) {
+  return p.records + (u64)(slot * p.HV + hv) * RECORD_BYTES;
+}
+
+// Sequence n; one without a slot in the pool has no tokens to read.
+__device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaParams& p, int n) {
+  Sequence s = find_sequence(p, n);
+  if (is_padding(p, n)) s.length = s.chunks = 0;
+  return s;
+}

@@ -1,0 +1,1 @@
+"""``chunk_gated_delta_rule`` in two launches on Hopper."""

@@ -11,7 +11,7 @@ from kdacore_cuda.kernel_parameters import GATED_DELTA
 from kdacore_cuda.runtime.launcher import Launcher
 
 _SOURCES = "sm90/gated_delta"
-RECORD_BYTES = 2 * 64 * 64 * 2 + 4 * 64 * 4 + 16
+RECORD_BYTES = (64 * 128 + 64 * 64) * 2 + 2 * 4 * 20 * 4 + 16
 """Of a chunk and value head: ``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
 WALK_BLOCKS = 2
 """Blocks of the second launch for each sequence and value head."""

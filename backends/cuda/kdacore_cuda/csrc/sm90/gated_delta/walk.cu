@@ -1,11 +1,11 @@
 // The gated delta rule in two launches on Hopper, second launch: every sequence and value head from its start, chunk
 // after chunk; record.cuh has the formulas. S is carried transposed in float32 accumulators, its bfloat16 copy is the
-// left operand of the products with k and q, and k, as it lies, the right operand of three products. In the order of
+// left operand of the products with k and q. In the order of
 // the matrix unit:
 //
-//   S k^T,  S q^T,  y t^T (added to own y),  (to_end w) k,  w a^T (added to output S q^T)
+//   S k^T,  S q^T,  y to_state,  y to_output^T (added to output S q^T)
 //
-// so that y is made while S q^T is multiplied, and the next left operand while w a^T is. o is handed to another
+// so that y is made while S q^T is multiplied, and the next left operand while y to_output^T is. o is handed to another
 // warpgroup one chunk later.
 //
 // Grid: two blocks a sequence and value head, with 64 value rows each. Warps: four carry the state, four store outputs,
@@ -169,7 +169,10 @@ struct ColumnFactors {
 __device__ __forceinline__ ColumnFactors load_factors(u32 from, const Lane& l) {
   ColumnFactors f;
 #pragma unroll
-  for (int j = 0; j < 2 * C_TILES; ++j) f.x[j] = load_shared2(from + 4 * (8 * j + 2 * l.t));
+  for (int j = 0; j < C_TILES; ++j) {
+    const float4 x = load_shared4(from + factor_offset(l.t) + 16 * j);
+    f.x[2 * j] = {x.x, x.y}, f.x[2 * j + 1] = {x.z, x.w};
+  }
   return f;
 }
 using Products = float[2 * C_TILES][4];
@@ -190,14 +193,6 @@ __device__ __forceinline__ void subtract_from(Products& x, const TokenOperand& v
     }
   }
 }
-__device__ __forceinline__ void pack_scaled(TokenOperand& to, const Products& x, const ColumnFactors& f) {
-#pragma unroll
-  for (int j = 0; j < 2 * C_TILES; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      to.a[j >> 1][2 * (j & 1) + i] = pack_bf16(x[j][2 * i] * f.x[j].x, x[j][2 * i + 1] * f.x[j].y);
-  }
-}
 __device__ __forceinline__ void scale_state(State& state, float by) {
 #pragma unroll
   for (int j = 0; j < 2 * K_TILES; ++j) {
@@ -215,78 +210,65 @@ __device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p,
   return rows;
 }
 
-__device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Item& x, u32 shared, int own,
+__device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Item& item, u32 shared, int own,
                                             const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  read_state(state, row, l.t, initial_state_at(p, x.n, x.hv, K * V), p.flags);
+  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
   int wait = p.ckpt_every ? 0 : 1 << 30;                        // until the next one
   const u64 head_bytes = (u64)K * V * state_size(p);
-  u64 checkpoint = p.ckpt_every ? p.ckpt + (first_checkpoint(p, x.n) * p.HV + x.hv) * head_bytes : 0;
+  u64 checkpoint = p.ckpt_every ? p.ckpt + (first_checkpoint(p, item.n) * p.HV + item.hv) * head_bytes : 0;
   Exchange exchange = find_exchange(shared, own);
   Operand s;
   pack_state(s, state);
   TokenOperand out;  // of the chunk before
   StageRing ring = {shared};
 #pragma unroll 1
-  for (int c = 0; c < x.s.chunks; ++c) {
+  for (int c = 0; c < item.s.chunks; ++c) {
     if (wait == 0) {
       write_state(state, row, l.t, checkpoint, p.flags);
       checkpoint += (u64)p.HV * head_bytes;
       wait = block;
     }
     --wait;
-    const u32 stage = ring.stage(), factors = stage + OFFSET(Stage, record) + OFFSET(ChunkRecord, factors);
+    const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record);
     const u64 k = operand_descriptor(stage + OFFSET(Stage, k), 16, 1024),
-              over_k = operand_descriptor(stage + OFFSET(Stage, k), SQUARE_BYTES, 1024);
+              to_state = operand_descriptor(record + OFFSET(ChunkRecord, to_state), SQUARE_BYTES, 1024);
     const u64 q = step(k, OFFSET(Stage, q) - OFFSET(Stage, k)),
-              t = operand_descriptor(stage + OFFSET(Stage, record) + OFFSET(ChunkRecord, t), 16, 1024);
-    const u64 a = step(t, OFFSET(ChunkRecord, a) - OFFSET(ChunkRecord, t));
+              to_output = operand_descriptor(record + OFFSET(ChunkRecord, to_output), 16, 1024);
     ring.wait_full();
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % 64));
-    Products w = {}, o = {};
-    fence_registers(w);
+    const ColumnFactors of_state = load_factors(record + OFFSET(ChunkRecord, state), l),
+                        of_output = load_factors(record + OFFSET(ChunkRecord, output), l);
+    const float last = load_shared1(record + OFFSET(ChunkRecord, last));
+    Products x = {}, o = {};
+    fence_registers(x);
     fence_registers(o);
     warpgroup_fence();
-    multiply_channels(w, s, k);
+    multiply_channels(x, s, k);
     warpgroup_commit();
     multiply_channels(o, s, q);
     warpgroup_commit();
     if (c) hand_on(out, exchange, l.lane);
-    const ColumnFactors of_state = load_factors(factors + OFFSET(TokenFactors, state), l);
-    scale_state(state, load_shared1(stage + OFFSET(Stage, record) + OFFSET(ChunkRecord, last)));
+    scale_state(state, last);
     warpgroup_wait<1>();
-    fence_registers(w);
-    subtract_from(w, v, of_state);
-    pack_rows(y, w);
-    multiply_columns(w, load_factors(factors + OFFSET(TokenFactors, own), l));
+    fence_registers(x);
+    subtract_from(x, v, of_state);
+    pack_rows(y, x);
     fence_registers(y.a);
-    fence_registers(w);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(w, y.a[kk], step(t, kk * 32), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, y.a[kk], over_tokens(to_state, kk), 1);
     warpgroup_commit();
-    const ColumnFactors of_output = load_factors(factors + OFFSET(TokenFactors, output), l);
     warpgroup_wait<1>();
     fence_registers(o);
     multiply_columns(o, of_output);
-    const ColumnFactors to_end = load_factors(factors + OFFSET(TokenFactors, to_end), l);
-    warpgroup_wait<0>();
-    fence_registers(w);
-    TokenOperand ends;
-    pack_scaled(ends, w, to_end);
-    pack_rows(y, w);
-    fence_registers(ends.a);
-    fence_registers(y.a);
     fence_registers(o);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, ends.a[kk], over_tokens(over_k, kk), 1);
-    warpgroup_commit();
-#pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, y.a[kk], step(a, kk * 32), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, y.a[kk], step(to_output, kk * 32), 1);
     warpgroup_commit();
     warpgroup_wait<1>();
     fence_registers(state.s);
@@ -298,8 +280,9 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
     ring.next();
     pack_rows(out, o);
   }
-  if (x.s.chunks) hand_on(out, exchange, l.lane);
-  if (const u64 final = final_state_at(p, x.n, x.hv, K * V)) write_state(state, row, l.t, final, p.flags);
+  if (item.s.chunks) hand_on(out, exchange, l.lane);
+  if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
+    write_state(state, row, l.t, final, p.flags);
 }
 
 __device__ __forceinline__ void store_outputs(const GatedDeltaParams& p, const Item& x, u32 shared, int own,

@@ -11,10 +11,8 @@ from kdacore_cuda.kernel_parameters import GATED_DELTA
 from kdacore_cuda.runtime.launcher import Launcher
 
 _SOURCES = "sm90/gated_delta"
-RECORD_BYTES = (64 * 128 + 64 * 64) * 2 + 2 * 4 * 20 * 4 + 16
+RECORD_BYTES = 2 * 64 * 64 * 2 + 4 * 4 * 20 * 4 + 16
 """Of a chunk and value head: ``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
-WALK_BLOCKS = 2
-"""Blocks of the second launch for each sequence and value head."""
 
 
 @cache
@@ -25,13 +23,18 @@ def prepare_launcher() -> Launcher:
 
 
 @cache
-def walk_launcher() -> Launcher:
-    """Outputs and states: :data:`WALK_BLOCKS` for each sequence and value head."""
-    kernel = KernelSource(f"{_SOURCES}/walk.cu", "walk_gated_delta")
-    return Launcher(kernel, GATED_DELTA, 384, shared_bytes(kernel))
+def walk_launcher(warpgroups: int) -> Launcher:
+    """Outputs and states.
+
+    Args:
+        warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
+    """
+    kernel = KernelSource(f"{_SOURCES}/walk.cu", "walk_gated_delta", (("WARPGROUPS", warpgroups),))
+    return Launcher(kernel, GATED_DELTA, 128 + 128 * warpgroups, shared_bytes(kernel))
 
 
 def packaged_gated_delta_kernels() -> Iterator[KernelSource]:
     """The kernels shipped: all there are."""
-    for launcher in (prepare_launcher, walk_launcher):
-        yield launcher().kernel
+    yield prepare_launcher().kernel
+    for warpgroups in (1, 2):
+        yield walk_launcher(warpgroups).kernel

@@ -9,37 +9,43 @@ from kdacore.types import Request
 from kdacore_cuda.forms.chunk_numbers import CHUNK, call_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
     RECORD_BYTES,
-    WALK_BLOCKS,
     prepare_launcher,
     walk_launcher,
 )
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
 from kdacore_cuda.kernel_parameters import GATED_DELTA
 from kdacore_cuda.request_encoding import division, type_code
-from kdacore_cuda.runtime.device_figures import arch_of
+from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Program
+
+
+def walk_warpgroups(items: int, multiprocessors: int) -> int:
+    """Warpgroups of a walking block, for so many sequences and value heads: 1 where two blocks for each still find a
+    multiprocessor."""
+    return 1 if 2 * items <= multiprocessors else 2
 
 
 def launches_of(r: Request) -> Launches:
     """The launches of a call; bfloat16 q, k and v, K = V = 128."""
-    NT, slots = -(-r.T // CHUNK), chunk_slots(r)
+    NT, slots, items = -(-r.T // CHUNK), chunk_slots(r), r.N * r.HV
+    warpgroups = walk_warpgroups(items, multiprocessors_of(r))
     numbers = call_numbers(r) | {
         "NT": NT,
         "g_type": type_code(r, "g"),
         "prepare_blocks": slots * r.H,
-        "walk_blocks": WALK_BLOCKS * r.N * r.HV,
+        "walk_blocks": 2 // warpgroups * items,
     }
     for name, divisor in (("h", r.H), ("group", r.HV // r.H), ("chunks", NT or 1)):
         numbers[f"{name}_factor"], numbers[f"{name}_shift"] = division(divisor)
     size = slots * r.HV * RECORD_BYTES
-    return Launches(_program(tuple(numbers)), numbers, arch_of(r), {"workspace": size})
+    return Launches(_program(warpgroups, tuple(numbers)), numbers, arch_of(r), {"workspace": size})
 
 
 @cache
-def _program(numbers: tuple[str, ...]) -> Program:
+def _program(warpgroups: int, numbers: tuple[str, ...]) -> Program:
     fields = arguments_of(GATED_DELTA) | {"records": "workspace"}
     steps = (
         Launch("prepare", prepare_launcher(), "prepare_blocks", fields),
-        Launch("walk", walk_launcher(), "walk_blocks", fields),
+        Launch("walk", walk_launcher(warpgroups), "walk_blocks", fields),
     )
     return Program(steps, FORWARD_ARRAYS, numbers)

@@ -8,10 +8,8 @@
 struct HeadGate {
   float rate, bias;  // bias with the gate's shift
 };
-__device__ __forceinline__ HeadGate load_gate(const GatedDeltaParams& p, int hv) {
-  const float A_log = p.A_log ? __uint_as_float(load_global4(p.A_log + 4ll * hv)) : 0.0f;
-  const float bias = p.dt_bias ? held_bias(load_scalar(p.dt_bias, hv, p.bias_type)) : 0.0f;
-  return {gate_rate(p.gate, A_log), bias + gate_shift(p.gate, A_log)};
+__device__ __forceinline__ HeadGate make_gate(const GatedDeltaParams& p, float A_log, float bias) {
+  return {gate_rate(p.gate, A_log), held_bias(bias) + gate_shift(p.gate, A_log)};
 }
 __device__ __forceinline__ float log2_decay(const GatedDeltaParams& p, const HeadGate& gate, float x) {
   if (p.gate == GATE_LOG) return max_or_nan(LOG2E * x, LOWEST_STEP);

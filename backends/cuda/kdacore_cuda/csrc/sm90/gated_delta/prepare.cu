@@ -3,8 +3,8 @@
 //
 // Grid: a block of eight warps for each chunk and key head. The products of its tokens, k k^T by four warps and q k^T
 // by the others, stay in registers for all value heads of the key head, which follow one after another: a warp makes
-// the tokens' factors; four warps invert the triangular system while the others make A; all make to_state and
-// to_output. Barriers of the block separate these steps. A record leaves as bulk copies.
+// the tokens' factors, four invert the triangular system, four make a. Barriers of the block separate these steps. A
+// record leaves as one bulk copy.
 #include "common/l2norm.cuh"
 #include "sm90/gated_delta/gates.cuh"
 #include "sm90/gated_delta/inverse.cuh"
@@ -15,11 +15,10 @@ constexpr int THREADS = 256;
 
 struct SharedMemory {
   TileImage k, q;
-  SquareImage t, t_to_end;
   ChunkRecord record;
   alignas(1024) TriangularSystem system;
-  float k_norm[C], q_factor[C];              // 1 / |k|, scale / |q|
-  float beta[C], sum[C], own[C], to_end[C];  // of the value head: log2 decays from the chunk's start, beta r
+  float k_norm[C], q_factor[C];   // 1 / |k|, scale / |q|
+  float beta[C], own[C], sum[C];  // of the value head: beta, beta / |k|, log2 decays from the chunk's start
 };
 KDA_SHARED_BYTES(sizeof(SharedMemory));
 
@@ -98,22 +97,39 @@ __device__ __forceinline__ void multiply_pairs(BlockRow& out, float (&square)[2]
   }
 }
 
-// Two tokens a lane, one warp.
-__device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const KeyUnit& u, int hv, u32 shared,
-                                             int lane) {
-  const HeadGate gate = load_gate(p, hv);
+// What a value head's tokens say of decays and beta: two tokens a lane. Loaded ahead, as it takes long.
+struct TokenInputs {
+  float A_log, bias;
+  u32 g[2], beta[2];
+};
+__device__ __forceinline__ TokenInputs load_inputs(const GatedDeltaParams& p, const KeyUnit& u, int hv,
+                                                   int lane) {
+  TokenInputs x = {};
+  if (p.A_log) x.A_log = __uint_as_float(load_global4(p.A_log + 4ll * hv));
+  if (p.dt_bias) x.bias = load_scalar(p.dt_bias, hv, p.bias_type);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const long long token = u.first + 2 * lane + i;
+    if (2 * lane + i >= u.rows) break;
+    x.g[i] =
+        load_bits(p.g + type_size(p.g_type) * (u.batch * p.g_sb + token * p.g_st + hv * p.g_sh), p.g_type);
+    x.beta[i] = load_bits(
+        p.beta + type_size(p.beta_type) * (u.batch * p.beta_sb + token * p.beta_st + hv * p.beta_sh),
+        p.beta_type);
+  }
+  return x;
+}
+
+// One warp.
+__device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const KeyUnit& u,
+                                             const TokenInputs& x, u32 shared, int lane) {
+  const HeadGate gate = make_gate(p, x.A_log, x.bias);
   float sum[2], beta[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = 2 * lane + i;
-    const long long token = u.first + row;
-    sum[i] = beta[i] = 0.0f;
-    if (row < u.rows) {
-      sum[i] =
-          log2_decay(p, gate, load_scalar(p.g, u.batch * p.g_sb + token * p.g_st + hv * p.g_sh, p.g_type));
-      beta[i] = activate_beta(
-          p, load_scalar(p.beta, u.batch * p.beta_sb + token * p.beta_st + hv * p.beta_sh, p.beta_type));
-    }
+    const bool real = 2 * lane + i < u.rows;
+    sum[i] = real ? log2_decay(p, gate, from_bits(x.g[i], p.g_type)) : 0.0f;
+    beta[i] = real ? activate_beta(p, from_bits(x.beta[i], p.beta_type)) : 0.0f;
   }
   sum_decays(sum, lane);
   const float last = shuffle(sum[1], 31);
@@ -122,11 +138,11 @@ __device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const Ke
   const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])};
   const u32 record = shared + OFFSET(SharedMemory, record), factors = record + factor_offset(lane);
   store_shared(factors + OFFSET(ChunkRecord, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
+  store_shared(factors + OFFSET(ChunkRecord, own), beta[0] * k_norm.x, beta[1] * k_norm.y);
   store_shared(factors + OFFSET(ChunkRecord, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
-  store_shared(shared + OFFSET(SharedMemory, own) + 8 * lane, beta[0] * k_norm.x, beta[1] * k_norm.y);
-  store_shared(shared + OFFSET(SharedMemory, to_end) + 8 * lane, exp2_fast(last - sum[0]),
-               exp2_fast(last - sum[1]));
+  store_shared(factors + OFFSET(ChunkRecord, to_end), exp2_fast(last - sum[0]), exp2_fast(last - sum[1]));
   store_shared(shared + OFFSET(SharedMemory, beta) + 8 * lane, beta[0], beta[1]);
+  store_shared(shared + OFFSET(SharedMemory, own) + 8 * lane, beta[0] * k_norm.x, beta[1] * k_norm.y);
   store_shared(shared + OFFSET(SharedMemory, sum) + 8 * lane, sum[0], sum[1]);
   if (lane < 4) store_shared(record + OFFSET(ChunkRecord, last) + 4 * lane, __float_as_uint(exp2_fast(last)));
 }
@@ -166,70 +182,7 @@ __device__ __forceinline__ void each_decayed_block(const BlockRow& x, u32 row, u
   }
 }
 
-// Rows 16 row_block and on of to_output, of which A's blocks are `x`.
-__device__ __forceinline__ void make_to_output(const BlockRow& x, u32 to, u32 t, u32 own, int row_block,
-                                               int lane) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > row_block) break;
-    float sum[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 by = load_shared2(own + 4 * (16 * j + 8 * n + 2 * (lane & 3)));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[n][e] = x.block[j][n][e] * (e & 1 ? by.y : by.x);
-    }
-#pragma unroll
-    for (int m = j; m < 4; ++m) {
-      if (m > row_block) break;
-      u32 a[4], b[4];
-      pack_tiles(x.block[m][0], x.block[m][1], a);
-      load_matrix4_transposed(b, tiles_by_column(t, m, j, lane));
-      mma_bf16(sum[0], a, b[0], b[1]);
-      mma_bf16(sum[1], a, b[2], b[3]);
-    }
-    u32 r[4];
-    pack_tiles(sum[0], sum[1], r);
-    store_matrix4(tiles_by_column(to, row_block, j, lane), r);
-  }
-}
-
-// 16 channels of to_state, those of warp `warp`.
-__device__ __forceinline__ void make_to_state(u32 shared, int warp, int lane) {
-  const u32 half = (warp >> 2) * SQUARE_BYTES, keys = shared + OFFSET(SharedMemory, k) + half;
-  const u32 to = shared + OFFSET(SharedMemory, record) + OFFSET(ChunkRecord, to_state) + half;
-  const int column = warp & 3, g = lane >> 2;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    u32 own_keys[4];
-    load_matrix4(own_keys, tiles_by_column(keys, j, column, lane));
-    float sum[2][4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const u32 at = 4 * (16 * j + g + 8 * h);
-      const float by = load_shared1(shared + OFFSET(SharedMemory, own) + at) *
-                       load_shared1(shared + OFFSET(SharedMemory, to_end) + at);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        sum[n][2 * h] = by * bf16_low(own_keys[2 * n + h]);
-        sum[n][2 * h + 1] = by * bf16_high(own_keys[2 * n + h]);
-      }
-    }
-#pragma unroll
-    for (int i = j; i < 4; ++i) {
-      u32 a[4], b[4];
-      load_matrix4_transposed(a, tiles_by_row(shared + OFFSET(SharedMemory, t_to_end), i, j, lane));
-      load_matrix4_transposed(b, tiles_by_column(keys, i, column, lane));
-      mma_bf16(sum[0], a, b[0], b[1]);
-      mma_bf16(sum[1], a, b[2], b[3]);
-    }
-    u32 r[4];
-    pack_tiles(sum[0], sum[1], r);
-    store_matrix4(tiles_by_column(to, j, column, lane), r);
-  }
-}
-
-KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
+KDA_KERNEL(THREADS, 3) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
@@ -240,11 +193,14 @@ KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
   fetch_tile(keys, p.k + 2 * (u.batch * p.k_sb + u.first * p.k_st + u.h * p.k_sh), 2 * p.k_st, u.rows);
   fetch_tile(shared + OFFSET(SharedMemory, q), p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh),
              2 * p.q_st, u.rows);
-  // Blocks above the diagonal stay zero.
+  // Blocks of t and a above the diagonal stay zero.
 #pragma unroll
-  for (int n = 0; n < (int)(SQUARE_BYTES / 16 / THREADS); ++n)
-    store_shared(record + OFFSET(ChunkRecord, to_output) + 16 * (thread_index() + THREADS * n), 0, 0, 0, 0);
+  for (int n = 0; n < (int)(2 * SQUARE_BYTES / 16 / THREADS); ++n)
+    store_shared(record + 16 * (thread_index() + THREADS * n), 0, 0, 0, 0);
   copy_async_commit();
+  const int group = divide(p.HV, p.h_factor, p.h_shift);
+  TokenInputs inputs;
+  if (warp == 0) inputs = load_inputs(p, u, u.h * group, lane);
   copy_async_wait<0>();
   sync_block();
   const bool system = warp < 4;
@@ -262,44 +218,36 @@ KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
     }
   }
   sync_block();
-  const int group = divide(p.HV, p.h_factor, p.h_shift);
 #pragma unroll 1
   for (int hv = u.h * group; hv < (u.h + 1) * group; ++hv) {
     if (warp == 0) {
       if (lane == 0) copy_out_wait_read<0>();  // of the record before
       sync_warp();
-      make_factors(p, u, hv, shared, lane);
+      make_factors(p, u, inputs, shared, lane);
+      if (hv + 1 < (u.h + 1) * group) inputs = load_inputs(p, u, hv + 1, lane);
     }
     sync_block();
-    const u32 sums = shared + OFFSET(SharedMemory, sum), own = shared + OFFSET(SharedMemory, own);
-    BlockRow made;
+    const u32 sums = shared + OFFSET(SharedMemory, sum);
     if (system) {
-      const u32 k_norm = shared + OFFSET(SharedMemory, k_norm),
-                triangles = shared + OFFSET(SharedMemory, system);
+      const u32 k_norm = shared + OFFSET(SharedMemory, k_norm), own = shared + OFFSET(SharedMemory, own);
+      const u32 triangles = shared + OFFSET(SharedMemory, system), to = record + OFFSET(ChunkRecord, t);
       each_decayed_block(pairs, own, k_norm, sums, row_block, 0, lane, [&](int j, const float (&x)[2][4]) {
         store_system(triangles, row_block, j, x, lane);
       });
       sync_warp();
-      const Inverse to = {shared + OFFSET(SharedMemory, t), shared + OFFSET(SharedMemory, t_to_end), k_norm,
-                          shared + OFFSET(SharedMemory, beta), shared + OFFSET(SharedMemory, to_end)};
-      invert_diagonal(triangles, to, row_block, lane);
+      const InverseFactors factors = {k_norm, shared + OFFSET(SharedMemory, beta)};
+      invert_diagonal(triangles, to, factors, row_block, lane);
       sync_threads(1, 128);
-      merge_column(triangles, to, row_block, lane);
+      merge_column(triangles, to, factors, row_block, lane);
     } else {
       each_decayed_block(pairs, shared + OFFSET(SharedMemory, q_factor), 0, sums, row_block, 1, lane,
                          [&](int j, const float (&x)[2][4]) {
-#pragma unroll
-                           for (int n = 0; n < 2; ++n) {
-#pragma unroll
-                             for (int e = 0; e < 4; ++e) made.block[j][n][e] = x[n][e];
-                           }
+                           u32 r[4];
+                           pack_tiles(x[0], x[1], r);
+                           store_matrix4(tiles_by_column(record + OFFSET(ChunkRecord, a), row_block, j, lane),
+                                         r);
                          });
     }
-    sync_block();
-    if (!system)
-      make_to_output(made, record + OFFSET(ChunkRecord, to_output), shared + OFFSET(SharedMemory, t), own,
-                     row_block, lane);
-    make_to_state(shared, warp, lane);
     fence_async_proxy();
     sync_block();
     if (thread_index() == 0) {
@@ -307,5 +255,5 @@ KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
       copy_out_commit();
     }
   }
-  if (thread_index() == 0) copy_out_wait();
+  if (thread_index() == 0) copy_out_wait_read<0>();
 }

@@ -5,17 +5,14 @@
 // l2norm), c = scale / |q| and S (V by K) the state at the chunk's start:
 //
 //   u_i = beta_i (v_i - 2^G_i r_i S k_i) - sum over j < i of L_ij u_j,  L_ij = beta_i r_i r_j 2^(G_i - G_j) k_i . k_j
-//   o_i = c_i 2^G_i S q_i + sum over j <= i of A_ij r_j u_j,            A_ij = c_i 2^(G_i - G_j) q_i . k_j
-//   S'  = 2^G_last S + sum over i of 2^(G_last - G_i) r_i u_i k_i^T
+//   o_i = c_i 2^G_i S q_i + sum over j <= i of c_i 2^(G_i - G_j) (q_i . k_j) r_j u_j
+//   S'  = 2^G_last S + sum over j of 2^(G_last - G_j) r_j u_j k_j^T
 //
-// With T the inverse of I + L, of which the diagonal is 1, and t_ij = r_i T_ij beta_j:
+// With T the inverse of I + L, of which the diagonal is 1, walk computes w_i = r_i u_i as
 //
-//   y_i = v_i - state_i S k_i,   state_i = 2^G_i r_i
-//   o_i = output_i S q_i + sum over j <= i of to_output_ij y_j,   output_i = c_i 2^G_i,   to_output = A t
-//   S'  = last S + sum over j of y_j to_state_j,   to_state_j = sum over i >= j of 2^(G_last - G_i) t_ij k_i
+//   y_i = v_i - state_i S k_i,   w_i = own_i y_i + sum over j < i of t_ij y_j
 //
-// so walk needs nothing but products of S, y and these. Terms with a diagonal element of t, usually the largest, are
-// made in float32, and rounded only with the sums.
+// where the first term, usually the largest, is not rounded.
 #pragma once
 
 #include "common/state_rows.cuh"
@@ -31,10 +28,13 @@ struct TokenFactors {
 __device__ __forceinline__ u32 factor_offset(int i) { return 4 * (20 * (i & 3) + 2 * (i >> 2)); }
 
 struct ChunkRecord {
-  TileImage to_state;
-  SquareImage to_output;
-  TokenFactors state, output;
-  float last[4];  // 2^G_last, four times
+  SquareImage t;        // r_i T_ij beta_j below the diagonal, else 0
+  SquareImage a;        // c_i 2^(G_i - G_j) q_i . k_j up to the diagonal, else 0
+  TokenFactors state;   // 2^G r
+  TokenFactors own;     // beta r; 0 past the end
+  TokenFactors output;  // c 2^G
+  TokenFactors to_end;  // 2^(G_last - G)
+  float last[4];        // 2^G_last, four times
 };
 constexpr u32 RECORD_BYTES = sizeof(ChunkRecord);
 

@@ -182,7 +182,7 @@ __device__ __forceinline__ void each_decayed_block(const BlockRow& x, u32 row, u
   }
 }
 
-KDA_KERNEL(THREADS, 3) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
+KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();

@@ -195,6 +195,10 @@ __device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p,
   return rows;
 }
 
+// A wait for what has come already. It ends a basic block: the assembler would move loads of shared memory, and what
+// needs them, between products that are requested one after another.
+__device__ __forceinline__ void end_basic_block(const StageRing& ring) { ring.wait_full(); }
+
 __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Item& item, u32 shared, int warp,
                                             const Lane& l) {
   const int row = l.row + l.g;
@@ -231,11 +235,6 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
               t = operand_descriptor(record + OFFSET(ChunkRecord, t), 16, 1024);
     const u64 a = step(t, OFFSET(ChunkRecord, a) - OFFSET(ChunkRecord, t));
     ring.wait_full();
-    stage_output(out, staging, l);
-    TokenOperand v, y;
-    load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
-    const ColumnFactors of_state = load_factors(record + OFFSET(ChunkRecord, state), l);
-    const float last = load_shared1(record + OFFSET(ChunkRecord, last));
     Products w = {}, o = {};
     fence_registers(w);
     fence_registers(o);
@@ -244,20 +243,28 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
     warpgroup_commit();
     multiply_channels(o, s, q);
     warpgroup_commit();
+    end_basic_block(ring);
+    TokenOperand v, y;
+    load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
+    const ColumnFactors of_state = load_factors(record + OFFSET(ChunkRecord, state), l),
+                        of_own = load_factors(record + OFFSET(ChunkRecord, own), l);
+    const float last = load_shared1(record + OFFSET(ChunkRecord, last));
+    stage_output(out, staging, l);
+    scale_state(state, last);
     store_output(read_output(staging, l), to, out_tokens, l);
     next_chunk(to);
-    scale_state(state, last);
     warpgroup_wait<1>();
     fence_registers(w);
     subtract_from(w, v, of_state);
     pack_rows(y, w);
-    multiply_columns(w, load_factors(record + OFFSET(ChunkRecord, own), l));
+    multiply_columns(w, of_own);
     fence_registers(y.a);
     fence_registers(w);
     warpgroup_fence();
 #pragma unroll
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(w, y.a[kk], step(t, kk * 32), 1);
     warpgroup_commit();
+    end_basic_block(ring);
     const ColumnFactors of_output = load_factors(record + OFFSET(ChunkRecord, output), l);
     warpgroup_wait<1>();
     fence_registers(o);

@@ -11,6 +11,9 @@ from kdacore.selfcheck.check import relative_error
 
 _FLOAT16_TINY = 2.0**-14
 """Smallest normal float16: gates that hardly react have gradients below it."""
+_FLOAT32_TINY = 2.0**-100
+"""Numbers this small may have had a factor below the smallest normal float32 (2**-126), which arithmetic may take for
+zero: the slope of a gate whose sigmoid is exp(-92), times the gradients that reach it."""
 
 __all__ = ["Finding", "Findings", "bits", "relative_error", "to_float64"]
 
@@ -52,8 +55,9 @@ class Findings:
         elif not np.isfinite(got).all():
             detail = f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
         error = relative_error(got, want)
-        if dtype == "float16" and error > bound and not detail:
-            lost = _FLOAT16_TINY * np.sqrt(want.size) / (np.linalg.norm(want) or 1.0)
+        if dtype != "float64" and error > bound and not detail:
+            tiny = _FLOAT16_TINY if dtype == "float16" else _FLOAT32_TINY
+            lost = tiny * np.sqrt(want.size) / (np.linalg.norm(want) or 1.0)
             error = max(0.0, error - float(lost))
         self.items.append(Finding(what, error, bound, detail))
 

@@ -43,3 +43,24 @@ def test_random_calls_that_reach_it() -> None:
     """First tokens have gradients of 0, and the largest rate makes something of their rounding errors."""
     task = Task("reference", "cpu", "quick", limits=Limits(together=20))
     assert [run_seed(task, seed)["status"] for seed in (3523, 3805)] == ["served", "served"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_lost_of_gradients_near_the_smallest_number(dtype: str) -> None:
+    """A gate of sigmoid exp(-92) has gradients of 1e-36, of which arithmetic that flushes subnormal numbers leaves 0."""
+
+    def holds(got: float, want: float) -> bool:
+        findings = Findings()
+        findings.close("gradient of g", np.array([got]), np.array([want]), 1e-4, dtype)
+        return not findings.failures
+
+    assert holds(0.0, 8.7e-36)
+    assert not holds(0.0, 1e-29)
+    assert not holds(1e-29, 3e-29)
+    assert not holds(float("nan"), 8.7e-36)
+
+
+def test_random_calls_of_gates_that_nearly_stand_still() -> None:
+    pytest.importorskip("jax")
+    task = Task("xla", "cpu", "quick", limits=Limits(together=50))
+    assert run_seed(task, 9376)["status"] == "served"

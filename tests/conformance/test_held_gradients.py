@@ -47,7 +47,7 @@ def test_random_calls_that_reach_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_lost_of_gradients_near_the_smallest_number(dtype: str) -> None:
-    """A gate of sigmoid exp(-92) has gradients of 1e-36, of which arithmetic that flushes subnormal numbers leaves 0."""
+    """A gate of sigmoid exp(-92) has gradients of 1e-36: 0 in arithmetic that flushes subnormal numbers."""
 
     def holds(got: float, want: float) -> bool:
         findings = Findings()

@@ -2,9 +2,9 @@
 // chunk and value head (record.cuh). v is not read.
 //
 // Grid: a block of eight warps for each chunk and key head. The products of its tokens, k k^T by four warps and q k^T
-// by the others, stay in registers for all value heads of the key head, which follow one after another: a warp makes
-// the tokens' factors, four invert the triangular system, four make a. Barriers of the block separate these steps. A
-// record leaves as one bulk copy.
+// by the others, serve all value heads of the key head. A warp each makes the factors of up to four value heads; then
+// each half of the warps takes every other of these heads: a warp has 16 rows of the triangular system, whose diagonal
+// block it inverts, the same rows of a, and a block column of the inverse. Records leave as bulk copies.
 #include "common/l2norm.cuh"
 #include "sm90/gated_delta/gates.cuh"
 #include "sm90/gated_delta/inverse.cuh"
@@ -13,14 +13,39 @@
 
 constexpr int THREADS = 256;
 
+constexpr int HEADS = 4, TEAMS = 2, TEAM_WARPS = 4;  // value heads whose factors are made at a time
+
+// Products of 16 rows with 16, where the accumulators' lanes put them: elements 8n + 2t, + 1 of rows g and g + 8.
+struct PairBlock {
+  float4 x[2][32];
+};
+struct HeadFactors {
+  float beta[C], own[C], sum[C];  // beta, beta / |k|, log2 decays from the chunk's start
+  RecordFactors record;
+};
+struct TeamMemory {
+  RecordImages record;
+  TriangularSystem system;
+};
 struct SharedMemory {
-  TileImage k, q;
-  ChunkRecord record;
-  alignas(1024) TriangularSystem system;
-  float k_norm[C], q_factor[C];   // 1 / |k|, scale / |q|
-  float beta[C], own[C], sum[C];  // of the value head: beta, beta / |k|, log2 decays from the chunk's start
+  union {
+    struct {
+      TileImage k, q;
+    };
+    struct {
+      PairBlock pairs[2][10];  // k k^T and q k^T on and below the diagonal, by rows of blocks
+      HeadFactors heads[HEADS];
+    };
+  };
+  TeamMemory teams[TEAMS];
+  float k_norm[C], q_factor[C];  // 1 / |k|, scale / |q|
 };
 KDA_SHARED_BYTES(sizeof(SharedMemory));
+static_assert(2 * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "a multiprocessor has no room for two blocks");
+
+__device__ __forceinline__ u32 pair_block(u32 pairs, int row_block, int j) {
+  return pairs + (row_block * (row_block + 1) / 2 + j) * (u32)sizeof(PairBlock);
+}
 
 // One chunk of one sequence and key head.
 struct KeyUnit {
@@ -120,9 +145,9 @@ __device__ __forceinline__ TokenInputs load_inputs(const GatedDeltaParams& p, co
   return x;
 }
 
-// One warp.
+// One warp. `head`: its HeadFactors.
 __device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const KeyUnit& u,
-                                             const TokenInputs& x, u32 shared, int lane) {
+                                             const TokenInputs& x, u32 shared, u32 head, int lane) {
   const HeadGate gate = make_gate(p, x.A_log, x.bias);
   float sum[2], beta[2];
 #pragma unroll
@@ -135,16 +160,19 @@ __device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const Ke
   const float last = shuffle(sum[1], 31);
   const float2 k_norm = load_shared2(shared + OFFSET(SharedMemory, k_norm) + 8 * lane),
                q_factor = load_shared2(shared + OFFSET(SharedMemory, q_factor) + 8 * lane);
-  const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])};
-  const u32 record = shared + OFFSET(SharedMemory, record), factors = record + factor_offset(lane);
-  store_shared(factors + OFFSET(ChunkRecord, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
-  store_shared(factors + OFFSET(ChunkRecord, own), beta[0] * k_norm.x, beta[1] * k_norm.y);
-  store_shared(factors + OFFSET(ChunkRecord, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
-  store_shared(factors + OFFSET(ChunkRecord, to_end), exp2_fast(last - sum[0]), exp2_fast(last - sum[1]));
-  store_shared(shared + OFFSET(SharedMemory, beta) + 8 * lane, beta[0], beta[1]);
-  store_shared(shared + OFFSET(SharedMemory, own) + 8 * lane, beta[0] * k_norm.x, beta[1] * k_norm.y);
-  store_shared(shared + OFFSET(SharedMemory, sum) + 8 * lane, sum[0], sum[1]);
-  if (lane < 4) store_shared(record + OFFSET(ChunkRecord, last) + 4 * lane, __float_as_uint(exp2_fast(last)));
+  const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])},
+              own[2] = {beta[0] * k_norm.x, beta[1] * k_norm.y};
+  const u32 record = head + OFFSET(HeadFactors, record), factors = record + factor_offset(lane),
+            row = head + 8 * lane;
+  store_shared(factors + OFFSET(RecordFactors, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
+  store_shared(factors + OFFSET(RecordFactors, own), own[0], own[1]);
+  store_shared(factors + OFFSET(RecordFactors, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
+  store_shared(factors + OFFSET(RecordFactors, to_end), exp2_fast(last - sum[0]), exp2_fast(last - sum[1]));
+  if (lane < 4)
+    store_shared(record + OFFSET(RecordFactors, last) + 4 * lane, __float_as_uint(exp2_fast(last)));
+  store_shared(row + OFFSET(HeadFactors, beta), beta[0], beta[1]);
+  store_shared(row + OFFSET(HeadFactors, own), own[0], own[1]);
+  store_shared(row + OFFSET(HeadFactors, sum), sum[0], sum[1]);
 }
 
 __device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_block, int lane) {
@@ -152,11 +180,11 @@ __device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_b
   x[1] = load_shared1(from + 4 * (16 * row_block + (lane >> 2) + 8));
 }
 
-// Calls f(j, block) for each block of row_i column_j 2^(sum_i - sum_j) x_ij, zero above the diagonal, and on it unless
+// Calls f(j, block) for each block of row_i column_j 2^(sum_i - sum_j) times the pair's product, zero above the diagonal, and on it unless
 // `diagonal` is 1. A block at a time, which saves registers.
 template <class F>
-__device__ __forceinline__ void each_decayed_block(const BlockRow& x, u32 row, u32 column, u32 sums,
-                                                   int row_block, int diagonal, int lane, F f) {
+__device__ __forceinline__ void each_decayed_block(u32 pairs, u32 row, u32 column, u32 sums, int row_block,
+                                                   int diagonal, int lane, F f) {
   const int g = lane >> 2, t = lane & 3;
   float own[2], by_row[2];
   load_row_pair(own, sums, row_block, lane);
@@ -167,12 +195,14 @@ __device__ __forceinline__ void each_decayed_block(const BlockRow& x, u32 row, u
     float block[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
+      const float4 x = load_shared4(pair_block(pairs, row_block, j) + 512 * n + 16 * lane);
+      const float pair[4] = {x.x, x.y, x.z, x.w};
       const u32 at = 4 * (16 * j + 8 * n + 2 * t);
       const float2 sum = load_shared2(sums + at),
                    by = column ? load_shared2(column + at) : float2{1.0f, 1.0f};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float y = x.block[j][n][e] * by_row[e >> 1] * (e & 1 ? by.y : by.x) *
+        const float y = pair[e] * by_row[e >> 1] * (e & 1 ? by.y : by.x) *
                         exp2_fast(own[e >> 1] - (e & 1 ? sum.y : sum.x));
         const bool kept = j < row_block || 8 * n + 2 * t + (e & 1) < g + 8 * (e >> 1) + diagonal;
         block[n][e] = kept ? y : 0.0f;
@@ -182,6 +212,40 @@ __device__ __forceinline__ void each_decayed_block(const BlockRow& x, u32 row, u
   }
 }
 
+// One value head, by a team of four warps.
+__device__ __forceinline__ void make_record(const GatedDeltaParams& p, u32 shared, u32 head, u32 team,
+                                            u64 record, int team_index, int row_block, int lane) {
+  const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, sum),
+            k_norm = shared + OFFSET(SharedMemory, k_norm),
+            q_factor = shared + OFFSET(SharedMemory, q_factor), pairs = shared + OFFSET(SharedMemory, pairs),
+            system = team + OFFSET(TeamMemory, system), images = team + OFFSET(TeamMemory, record);
+  each_decayed_block(pairs, own, k_norm, sums, row_block, 0, lane,
+                     [&](int j, const float (&x)[2][4]) { store_system(system, row_block, j, x, lane); });
+  sync_warp();
+  const u32 t = images + OFFSET(RecordImages, t);
+  const InverseFactors factors = {k_norm, head + OFFSET(HeadFactors, beta)};
+  invert_diagonal(system, t, factors, row_block, lane);
+  each_decayed_block(pairs + 10 * (u32)sizeof(PairBlock), q_factor, 0, sums, row_block, 1, lane,
+                     [&](int j, const float (&x)[2][4]) {
+                       u32 r[4];
+                       pack_tiles(x[0], x[1], r);
+                       store_matrix4(tiles_by_column(images + OFFSET(RecordImages, a), row_block, j, lane),
+                                     r);
+                     });
+  sync_threads(1 + team_index, 32 * TEAM_WARPS);
+  merge_column(system, t, factors, row_block, lane);
+  fence_async_proxy();
+  sync_threads(1 + team_index, 32 * TEAM_WARPS);
+  if (row_block == 0 && lane == 0) {
+    copy_out(reinterpret_cast<void*>(record), images, sizeof(RecordImages));
+    copy_out(reinterpret_cast<void*>(record + OFFSET(ChunkRecord, factors)),
+             head + OFFSET(HeadFactors, record), sizeof(RecordFactors));
+    copy_out_commit();
+    copy_out_wait_read<0>();
+  }
+  sync_threads(1 + team_index, 32 * TEAM_WARPS);
+}
+
 KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
@@ -189,71 +253,63 @@ KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
   const KeyUnit u = find_key_unit(p, block_index());
   if (!u.rows) return;
   const int lane = thread_index() & 31, warp = uniform(thread_index() >> 5);
-  const u32 keys = shared + OFFSET(SharedMemory, k), record = shared + OFFSET(SharedMemory, record);
+  const u32 keys = shared + OFFSET(SharedMemory, k), queries = shared + OFFSET(SharedMemory, q);
   fetch_tile(keys, p.k + 2 * (u.batch * p.k_sb + u.first * p.k_st + u.h * p.k_sh), 2 * p.k_st, u.rows);
-  fetch_tile(shared + OFFSET(SharedMemory, q), p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh),
-             2 * p.q_st, u.rows);
-  // Blocks of t and a above the diagonal stay zero.
-#pragma unroll
-  for (int n = 0; n < (int)(2 * SQUARE_BYTES / 16 / THREADS); ++n)
-    store_shared(record + 16 * (thread_index() + THREADS * n), 0, 0, 0, 0);
+  fetch_tile(queries, p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh), 2 * p.q_st, u.rows);
   copy_async_commit();
-  const int group = divide(p.HV, p.h_factor, p.h_shift);
+  const int group = divide(p.HV, p.h_factor, p.h_shift), beyond = (u.h + 1) * group;
+  int first = u.h * group;
   TokenInputs inputs;
-  if (warp == 0) inputs = load_inputs(p, u, u.h * group, lane);
+  if (warp < HEADS && first + warp < beyond) inputs = load_inputs(p, u, first + warp, lane);
+  // Blocks of t and a above the diagonal stay zero.
+  const int team_index = warp / TEAM_WARPS;
+  const u32 team = shared + OFFSET(SharedMemory, teams) + team_index * (u32)sizeof(TeamMemory);
+#pragma unroll
+  for (int n = 0; n < (int)(sizeof(RecordImages) / 16 / (32 * TEAM_WARPS)); ++n)
+    store_shared(team + 16 * (thread_index() % (32 * TEAM_WARPS) + 32 * TEAM_WARPS * n), 0, 0, 0, 0);
   copy_async_wait<0>();
   sync_block();
-  const bool system = warp < 4;
-  const int row_block = system ? warp : 7 - warp;  // each scheduler has as many blocks
-  BlockRow pairs;
-  float square[2];
-  multiply_pairs(pairs, square, system ? keys : shared + OFFSET(SharedMemory, q), keys, row_block, lane);
-  if ((lane & 3) == 0) {
-    const u32 to = shared + (system ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_factor));
+  {
+    const bool of_keys = warp < 4;
+    const int row_block = of_keys ? warp : 7 - warp;  // each scheduler has as many blocks
+    BlockRow products;
+    float square[2];
+    multiply_pairs(products, square, of_keys ? keys : queries, keys, row_block, lane);
+    if ((lane & 3) == 0) {
+      const u32 to = shared + (of_keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_factor));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
-      store_shared(to + 4 * (16 * row_block + (lane >> 2) + 8 * i),
-                   __float_as_uint(system ? norm : p.scale * norm));
+      for (int i = 0; i < 2; ++i) {
+        const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
+        store_shared(to + 4 * (16 * row_block + (lane >> 2) + 8 * i),
+                     __float_as_uint(of_keys ? norm : p.scale * norm));
+      }
+    }
+    sync_block();
+    const u32 pairs = shared + OFFSET(SharedMemory, pairs) + (of_keys ? 0 : 10 * (u32)sizeof(PairBlock));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j > row_block) break;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float (&x)[4] = products.block[j][n];
+        store_shared(pair_block(pairs, row_block, j) + 512 * n + 16 * lane, __float_as_uint(x[0]),
+                     __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+      }
     }
   }
-  sync_block();
+  const u32 heads = shared + OFFSET(SharedMemory, heads);
 #pragma unroll 1
-  for (int hv = u.h * group; hv < (u.h + 1) * group; ++hv) {
-    if (warp == 0) {
-      if (lane == 0) copy_out_wait_read<0>();  // of the record before
-      sync_warp();
-      make_factors(p, u, inputs, shared, lane);
-      if (hv + 1 < (u.h + 1) * group) inputs = load_inputs(p, u, hv + 1, lane);
+  for (; first < beyond; first += HEADS) {
+    if (warp < HEADS && first + warp < beyond) {
+      make_factors(p, u, inputs, shared, heads + warp * (u32)sizeof(HeadFactors), lane);
+      fence_async_proxy();
+      if (first + HEADS + warp < beyond) inputs = load_inputs(p, u, first + HEADS + warp, lane);
     }
     sync_block();
-    const u32 sums = shared + OFFSET(SharedMemory, sum);
-    if (system) {
-      const u32 k_norm = shared + OFFSET(SharedMemory, k_norm), own = shared + OFFSET(SharedMemory, own);
-      const u32 triangles = shared + OFFSET(SharedMemory, system), to = record + OFFSET(ChunkRecord, t);
-      each_decayed_block(pairs, own, k_norm, sums, row_block, 0, lane, [&](int j, const float (&x)[2][4]) {
-        store_system(triangles, row_block, j, x, lane);
-      });
-      sync_warp();
-      const InverseFactors factors = {k_norm, shared + OFFSET(SharedMemory, beta)};
-      invert_diagonal(triangles, to, factors, row_block, lane);
-      sync_threads(1, 128);
-      merge_column(triangles, to, factors, row_block, lane);
-    } else {
-      each_decayed_block(pairs, shared + OFFSET(SharedMemory, q_factor), 0, sums, row_block, 1, lane,
-                         [&](int j, const float (&x)[2][4]) {
-                           u32 r[4];
-                           pack_tiles(x[0], x[1], r);
-                           store_matrix4(tiles_by_column(record + OFFSET(ChunkRecord, a), row_block, j, lane),
-                                         r);
-                         });
-    }
-    fence_async_proxy();
-    sync_block();
-    if (thread_index() == 0) {
-      copy_out(reinterpret_cast<void*>(record_at(p, u.slot, hv)), record, RECORD_BYTES);
-      copy_out_commit();
-    }
+#pragma unroll 1
+    for (int i = team_index; i < HEADS && first + i < beyond; i += TEAMS)
+      make_record(p, shared, heads + i * (u32)sizeof(HeadFactors), team, record_at(p, u.slot, first + i),
+                  team_index, warp % TEAM_WARPS, lane);
+    if (first + HEADS < beyond) sync_block();  // factors have been read
   }
-  if (thread_index() == 0) copy_out_wait_read<0>();
 }

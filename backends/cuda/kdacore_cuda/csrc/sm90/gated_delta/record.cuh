@@ -27,14 +27,20 @@ struct TokenFactors {
 // Where those of tokens 2i and 2i + 1 are.
 __device__ __forceinline__ u32 factor_offset(int i) { return 4 * (20 * (i & 3) + 2 * (i >> 2)); }
 
-struct ChunkRecord {
-  SquareImage t;        // r_i T_ij beta_j below the diagonal, else 0
-  SquareImage a;        // c_i 2^(G_i - G_j) q_i . k_j up to the diagonal, else 0
+struct RecordImages {
+  SquareImage t;  // r_i T_ij beta_j below the diagonal, else 0
+  SquareImage a;  // c_i 2^(G_i - G_j) q_i . k_j up to the diagonal, else 0
+};
+struct RecordFactors {
   TokenFactors state;   // 2^G r
   TokenFactors own;     // beta r; 0 past the end
   TokenFactors output;  // c 2^G
   TokenFactors to_end;  // 2^(G_last - G)
   float last[4];        // 2^G_last, four times
+};
+struct ChunkRecord {
+  RecordImages images;
+  RecordFactors factors;
 };
 constexpr u32 RECORD_BYTES = sizeof(ChunkRecord);
 

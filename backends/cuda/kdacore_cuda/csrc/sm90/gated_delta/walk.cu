@@ -228,12 +228,13 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
       wait = block;
     }
     --wait;
-    const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record);
+    const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record),
+              factors = record + OFFSET(ChunkRecord, factors);
     const u64 k = operand_descriptor(stage + OFFSET(Stage, k), 16, 1024),
               over_k = operand_descriptor(stage + OFFSET(Stage, k), SQUARE_BYTES, 1024);
     const u64 q = step(k, OFFSET(Stage, q) - OFFSET(Stage, k)),
-              t = operand_descriptor(record + OFFSET(ChunkRecord, t), 16, 1024);
-    const u64 a = step(t, OFFSET(ChunkRecord, a) - OFFSET(ChunkRecord, t));
+              t = operand_descriptor(record + OFFSET(RecordImages, t), 16, 1024);
+    const u64 a = step(t, OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
     ring.wait_full();
     Products w = {}, o = {};
     fence_registers(w);
@@ -246,9 +247,9 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
     end_basic_block(ring);
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
-    const ColumnFactors of_state = load_factors(record + OFFSET(ChunkRecord, state), l),
-                        of_own = load_factors(record + OFFSET(ChunkRecord, own), l);
-    const float last = load_shared1(record + OFFSET(ChunkRecord, last));
+    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l),
+                        of_own = load_factors(factors + OFFSET(RecordFactors, own), l);
+    const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     stage_output(out, staging, l);
     scale_state(state, last);
     store_output(read_output(staging, l), to, out_tokens, l);
@@ -265,11 +266,11 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(w, y.a[kk], step(t, kk * 32), 1);
     warpgroup_commit();
     end_basic_block(ring);
-    const ColumnFactors of_output = load_factors(record + OFFSET(ChunkRecord, output), l);
+    const ColumnFactors of_output = load_factors(factors + OFFSET(RecordFactors, output), l);
     warpgroup_wait<1>();
     fence_registers(o);
     multiply_columns(o, of_output);
-    const ColumnFactors to_end = load_factors(record + OFFSET(ChunkRecord, to_end), l);
+    const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
     warpgroup_wait<0>();
     fence_registers(w);
     TokenOperand ends;

@@ -184,7 +184,7 @@ def test_programs_of_another_version_are_refused(either_handler: Device, change:
 
 def test_kernels_that_were_never_added_are_read_from_the_package(either_handler: Device) -> None:
     """As those of a program that was exported elsewhere."""
-    rows = packaged_cubins.read_manifest()
+    rows = packaged_cubins.CUBINS.rows()
     name, row = next((n, r) for n, r in rows.items() if n.startswith("sums") and n.endswith("sm_90a"))
     either_handler.raw.clear()
     custom_call(one_launch(int(row["file"][:16], 16), b"sums"))

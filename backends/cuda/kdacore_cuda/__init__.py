@@ -179,4 +179,4 @@ def kdacore_backends() -> list[Backend]:
 @hookimpl
 def kdacore_kernel_builders() -> list[Any]:
     """The hook ``kdacore build`` finds the kernels by."""
-    return [_lazy("build.kernel_builder", "builder")()]
+    return [_lazy("build.packaging", "builder")()]

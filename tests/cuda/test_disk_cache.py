@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "file" / "cuda")
     assert cache.get("k") is None
     assert not cache.put("k", b"cubin")
+
+
+def test_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = DiskCache(tmp_path / "cuda")
+    monkeypatch.setattr(os, "replace", full)
+    assert not cache.put("k", b"cubin")
+    assert not [*(tmp_path / "cuda").iterdir()]
 
 
 def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

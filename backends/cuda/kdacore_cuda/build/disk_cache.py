@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from kdacore import config, files
@@ -70,14 +69,7 @@ class DiskCache:
             return False
         try:
             files.remove_stale(self.root)
-            handle, name = tempfile.mkstemp(dir=self.root, suffix=files.TEMPORARY)
+            files.write_whole(self._path(key), hashlib.sha256(payload).digest() + payload)
         except OSError:
-            return False
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(name, self._path(key))
-        except OSError:
-            Path(name).unlink(missing_ok=True)
             return False
         return True

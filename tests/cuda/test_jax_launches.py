@@ -24,8 +24,8 @@ from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
 from kdacore_cuda.build import packaged_cubins
 from kdacore_cuda.forms.fused import launches as fused
-from kdacore_cuda.jax import chunk as jax_chunk
-from kdacore_cuda.jax import recurrent as jax_recurrent
+from kdacore_cuda.jax import backward as jax_backward
+from kdacore_cuda.jax import forward as jax_forward
 from kdacore_cuda.jax import xla_handler, xla_interface
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, executor
@@ -34,6 +34,7 @@ from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
 from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 pytestmark = pytest.mark.quick
+register_handler = xla_handler.register  # which the fixtures replace
 
 B, T, H, K = 1, 40, 2, 128
 
@@ -209,10 +210,14 @@ def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
 def test_the_handler_launches_by_the_executor_of_the_process(
     from_jax: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which knows the kernels of eager calls, and has warned where it is the one in Python."""
+    """Which knows the kernels of eager calls, and has warned where it is the one in Python. XLA is told once."""
+    told: list[str] = []
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: told.append(name))
     for here in (from_jax.stub.native_executor(), PythonExecutor(from_jax.stub.driver())):
         monkeypatch.setattr(executor, "executor", lambda here=here: here)
-        assert xla_handler.load().add_kernel == here.add_kernel
+        monkeypatch.setattr(xla_handler, "_registered", [])
+        assert [register_handler() for _ in range(2)] == [here, here]
+    assert told == [xla_handler.TARGET] * 2
 
 
 def _request(op: str = "fused_recurrent_kda", **options: Any) -> Request:
@@ -228,9 +233,9 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     """The forward is one custom call, the backward are two; a pool is its own result."""
     request = dataclasses.replace(_request("chunk_kda"), device=HOPPER, kind="jax")
     given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
-    text = lowered(lambda x: jax_chunk.forward(request, ChunkInputs(**x)).o, given)
+    text = lowered(lambda x: jax_forward.forward(request, ChunkInputs(**x)).o, given)
     assert text.count(f"custom_call @{xla_handler.TARGET}(") == 1 and "output_operand_alias" not in text
-    text = lowered(lambda x: jax_chunk.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
+    text = lowered(lambda x: jax_backward.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
     assert text.count(f"custom_call @{xla_handler.TARGET}(") == 2
 
     given = {
@@ -242,7 +247,7 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     concrete = RecurrentInputs(**{n: jnp.zeros(a.shape, a.dtype) for n, a in given.items()})
     options = MODEL | {"inplace_state": True, "output_final_state": True}
     request = dataclasses.replace(request_of("fused_recurrent_kda", concrete, **options), device=HOPPER)
-    text = lowered(lambda x: jax_recurrent.forward(request, RecurrentInputs(**x)), given)
+    text = lowered(lambda x: jax_forward.forward(request, RecurrentInputs(**x)), given)
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 7" in text
 
 
@@ -256,20 +261,20 @@ def test_torch_is_not_needed() -> None:
             "import jax, jax.numpy as jnp",
             "from kdacore.types import ChunkInputs, Device, OutputGrads, Request, TensorSpec",
             "from kdacore_cuda.forms.slices import functions as slices",
-            "from kdacore_cuda.jax import chunk as jax_chunk",
+            "from kdacore_cuda.jax import backward as jax_backward, forward as jax_forward",
             "x = {n: jax.ShapeDtypeStruct((1, 70, 2, 128), jnp.bfloat16) for n in 'qkvg'}",
             "x['beta'] = jax.ShapeDtypeStruct((1, 70, 2), jnp.bfloat16)",
             "hopper = Device('cuda', 0, 'sm_90')",
             "r = Request('chunk_kda', 'jax', hopper, 1, 70, 2, 2, 128, 128, 1, 'bfloat16', 'float32',",
             "  tuple((n, TensorSpec(a.shape, a.dtype.name)) for n, a in x.items()))",
             "def f(x):",
-            "  o = jax_chunk.forward(r, ChunkInputs(**x)).o",
+            "  o = jax_forward.forward(r, ChunkInputs(**x)).o",
             "  cut, s, g = slices.slice_functions(r), jnp.zeros((1, 2, 128, 128)), OutputGrads(o)",
             "  begun = cut.begin(r, ChunkInputs(**x), None)",
             "  out = cut.finish(r, ChunkInputs(**x), begun.pending, s)",
             "  d, pending = cut.backward_begin(r, ChunkInputs(**x), (), g, s, None)",
             "  found = cut.backward_finish(r, ChunkInputs(**x), (), pending, g, s, s)",
-            "  return o, jax_chunk.backward(r, ChunkInputs(**x), (), g), begun.M, out.o, d, found",
+            "  return o, jax_backward.backward(r, ChunkInputs(**x), (), g), begun.M, out.o, d, found",
             "text = jax.jit(f).trace(x).lower(lowering_platforms=('cuda',)).as_text()",
             "assert text.count('custom_call @kdacore_cuda') == 3 + 5",
         ]

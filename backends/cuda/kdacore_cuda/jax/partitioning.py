@@ -7,10 +7,9 @@ value heads.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,8 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import partitioned
-from kdacore.types import Request, TensorSpec
-from kdacore_cuda.jax.batching import SHARED, Arrays, Run, has_pools
+from kdacore.types import Request
+from kdacore_cuda.jax.batching import SHARED, Arrays, Run, has_pools, resized
 
 ROWS, HEADS, GROUP = "rows", "heads", "group"
 """Axes of a call: its batch, its query/key heads, the value heads of one of those."""
@@ -32,7 +31,7 @@ Axes = tuple[str, ...]
 """Names of an array's axes. The same name is the same axis; ``(heads group)`` are value heads."""
 
 
-def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> dict[str, Any]:
+def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> Arrays:
     """``run`` on these arrays, so that XLA can split it over devices."""
     if get_abstract_mesh().manual_axes:  # inside shard_map, whose arrays are one device's
         return run(request, arrays, groups)
@@ -45,20 +44,14 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
         results[:] = made
         return tuple(made.values())
 
-    def axes(shapes: Sequence[Any], of: Sequence[str], leads: bool) -> list[Axes]:
-        # Gradients of what rows share come with an axis of groups in front.
-        found = [
-            ("groups", *axes_of(request, x, s - 1)) if leads and x in SHARED else axes_of(request, x, s)
-            for x, s in zip(of, shapes, strict=True)
-        ]
-        return [
-            tuple(MOVED if a == TOKENS and (leads or x == "d_o") else a for a in its)
-            for x, its in zip(of, found, strict=True)
-        ]
+    def axes(operands: Iterable[int], produced: Iterable[int]) -> tuple[list[Axes], list[Axes]]:
+        """Those of all arrays and results, given their ranks."""
+        given = [axes_of(request, name, rank) for name, rank in zip(names, operands, strict=True)]
+        made = [axes_of(request, name, rank, True) for name, rank in zip(results, produced, strict=True)]
+        return given, made
 
     def rule(mesh: Mesh, operands: Any, produced: Any) -> tuple[str, dict[str, Any]]:
-        given = axes([t.rank for t in operands], names, False)
-        made = axes([t.rank for t in produced], results, True)
+        given, made = axes([t.rank for t in operands], [t.rank for t in produced])
         text = " -> ".join(", ".join(map(" ".join, x)) for x in (given, made))
         used = dict.fromkeys(_WORD.findall(text))  # in the order in which Shardy counts them
         free = {ROWS, HEADS, TOKENS} if groups == 1 else {HEADS, TOKENS}
@@ -69,8 +62,7 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
     def partition(mesh: Mesh, operands: Any, produced: Any) -> Any:
         mesh, known = partitioned(request.op, mesh, dict(zip(names, operands, strict=True)))
         split = _split(request, groups, known["v"].sharding)
-        given = axes([len(x.shape) for x in operands], names, False)
-        made = axes([len(x.shape) for x in produced], results, True)
+        given, made = axes([len(x.shape) for x in operands], [len(x.shape) for x in produced])
         counts = {axis: math.prod(mesh.shape[a] for a in over) for axis, over in split.items()}
 
         def local(*given: Any) -> tuple[Any, ...]:
@@ -89,8 +81,11 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
     return dict(zip(results, found, strict=True))
 
 
-def axes_of(r: Request, name: str, rank: int) -> Axes:
+def axes_of(r: Request, name: str, rank: int, is_result: bool = False) -> Axes:
     """The axes of one of a call's arrays or results of ``rank`` axes."""
+    if is_result and name in SHARED:  # a gradient, with an axis of groups in front
+        return "groups", *axes_of(r, name, rank - 1)
+    tokens = MOVED if is_result or name == "d_o" else TOKENS
     pools = has_pools(r)
     rows = "packs" if pools else ROWS
     heads = HEADS if r.HV == r.H else f"({HEADS} {GROUP})"
@@ -100,10 +95,10 @@ def axes_of(r: Request, name: str, rank: int) -> Axes:
     read = "pool" if pools else ROWS
     written = ("final" if pools else ROWS) if not r.inplace_state else "other" if r.write_pool_size else read
     known: dict[str, Axes] = {
-        **dict.fromkeys(("q", "k"), (rows, TOKENS, HEADS, "keys")),
-        **dict.fromkeys(("v", "o", "d_o"), (rows, TOKENS, heads, "values")),
-        "g": (rows, TOKENS, heads, "keys")[:rank],
-        "beta": (rows, TOKENS, heads),
+        **dict.fromkeys(("q", "k"), (rows, tokens, HEADS, "keys")),
+        **dict.fromkeys(("v", "o", "d_o"), (rows, tokens, heads, "values")),
+        "g": (rows, tokens, heads, "keys")[:rank],
+        "beta": (rows, tokens, heads),
         "A_log": (heads,),
         "dt_bias": (heads, "keys")[:rank],
         "initial_state": (read, *states),
@@ -142,9 +137,10 @@ def _sharding(mesh: Mesh, split: Mapping[str, tuple[str, ...]], axes: Axes) -> N
 def _part_of(r: Request, counts: Mapping[str, int], arrays: Arrays) -> Request:
     """The request of one device's part."""
     rows, heads = counts[ROWS], counts[HEADS]
-    tensors = tuple(
-        (name, TensorSpec(tuple(arrays[name].shape), spec.dtype) if name in arrays else spec)
-        for name, spec in r.tensors
-    )
-    N = r.N if has_pools(r) else r.N // rows
-    return dataclasses.replace(r, B=r.B // rows, N=N, H=r.H // heads, HV=r.HV // heads, tensors=tensors)
+    sizes = {
+        "B": r.B // rows,
+        "N": r.N if has_pools(r) else r.N // rows,
+        "H": r.H // heads,
+        "HV": r.HV // heads,
+    }
+    return resized(r, arrays, **sizes)

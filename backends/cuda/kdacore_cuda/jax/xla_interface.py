@@ -1,13 +1,11 @@
-"""XLA's interface to handlers: the versions of it that ours are written for, and what a handler is."""
+"""XLA's interface to handlers: the versions of it that ours are written for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from kdacore.types import Reason, Request
 from kdacore.verifiers import reads_no_lengths
@@ -16,15 +14,6 @@ API_VERSIONS = ((0, 3), (0, 4))
 """Versions of XLA's interface to handlers (xla/ffi/api/c_api.h) that the handler was read against:
 those of jaxlib 0.10 to 0.11."""
 _VERSION = re.compile(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)")
-
-
-class Handler(NamedTuple):
-    """A handler in this process."""
-
-    execute: object
-    """Its address, as ``jax.ffi.pycapsule`` takes it."""
-    add_kernel: Callable[[int, bytes], None]
-    """Makes the cubin with that id known to it."""
 
 
 @cache

@@ -67,10 +67,11 @@ def test_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelSource("common/recurrent/recurrent.cu", "recurrent", (*KERNEL.defines, ("UNPACKAGED", 1)))
     disk = DiskCache(tmp_path / "cuda")
-    first = cubin_lookup.load_or_compile(kernel, "sm_90a", disk)
+    monkeypatch.setattr(cubin_lookup, "DiskCache", lambda: disk)
+    first = cubin_lookup.load_or_compile(kernel, "sm_90a")
 
     def refuse(*args: object) -> CompiledKernel:
         raise AssertionError("compiled twice")
 
     monkeypatch.setattr(cubin_lookup, "compile_kernel", refuse)
-    assert cubin_lookup.load_or_compile(kernel, "sm_90a", disk) == first
+    assert cubin_lookup.load_or_compile(kernel, "sm_90a") == first

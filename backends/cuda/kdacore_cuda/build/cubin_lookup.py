@@ -10,13 +10,8 @@ from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import find_packaged
 
 
-def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = None) -> bytes:
-    """The cubin of ``kernel`` for the real architecture ``arch``.
-
-    Args:
-        kernel: what to load.
-        arch: for example ``sm_90a``.
-        disk: the cache to use; None: the user's.
+def load_or_compile(kernel: KernelSource, arch: str) -> bytes:
+    """The cubin of ``kernel`` for the real architecture ``arch``, such as ``sm_90a``.
 
     Raises:
         BackendBuildError: it is neither packaged nor cached, and NVRTC is missing or reports an
@@ -26,7 +21,7 @@ def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = No
     packaged = find_packaged(kernel, arch, key)
     if packaged is not None:
         return packaged
-    disk = DiskCache() if disk is None else disk
+    disk = DiskCache()
     entry = hashlib.sha256(f"{key} nvrtc {nvrtc_version()}".encode()).hexdigest()
     cached = disk.get(entry)
     if cached is not None:

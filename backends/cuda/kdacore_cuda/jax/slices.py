@@ -12,12 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, SliceForward
-from kdacore_cuda.forms.slices.launches import (
-    GIVEN,
-    BackwardSliceLaunches,
-    backward_launches,
-    forward_launches,
-)
+from kdacore_cuda.forms.slices.launches import GIVEN, backward_launches, forward_launches
 from kdacore_cuda.jax import forward
 from kdacore_cuda.jax.backward import as_of_inputs, gradients_behind_scan, wanted_of
 from kdacore_cuda.jax.batching import Arrays, run_batched
@@ -104,18 +99,14 @@ def _run_finish(r: Request, arrays: Arrays, groups: int) -> Arrays:
 
 
 def _run_backward_begin(r: Request, arrays: Arrays, groups: int) -> Arrays:
-    made = _backward(r, groups)
+    made = backward_launches(r, wanted_of(r))
     return make_launches(r, made.begin, arrays, {"d_slice_start": _states(made.results, r)})
 
 
 def _run_backward_finish(r: Request, arrays: Arrays, groups: int) -> Arrays:
     """Two calls of the handler, so that the operands' memory can become gradients."""
-    made = _backward(r, groups)
+    made = backward_launches(r, wanted_of(r))
     written = {f"{x}, written": x for x in ("borders", "both")}
     before = make_launches(r, made.scan, arrays, {"d_starts": _states(r.N, r)}, written)
     given = arrays | {"both": before["both, written"]}
     return gradients_behind_scan(r, made.gradients, given, groups) | {"initial_state": before["d_starts"]}
-
-
-def _backward(r: Request, groups: int) -> BackwardSliceLaunches:
-    return backward_launches(r, wanted_of(r), sums_to_caller=groups > 1)

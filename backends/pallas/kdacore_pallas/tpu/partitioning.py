@@ -19,8 +19,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import partitioned
+from kdacore.arrays.jax_placement import part_of, place_of, spec_of
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.placement import part_of, place_of, spec_of
 
 Array = Any
 Run = Callable[[Request, dict[str, Array]], dict[str, Array]]

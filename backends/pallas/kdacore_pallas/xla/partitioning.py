@@ -23,8 +23,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import on_known_mesh
+from kdacore.arrays.jax_placement import part_of, place_of, spec_of
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.placement import part_of, place_of, spec_of
 from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole, open_sizes
 
 Array = Any

@@ -1,4 +1,4 @@
-"""How a call is divided over the devices of a mesh, and the part that each computes: for ``xla`` and ``pallas``."""
+"""How a JAX call is divided over the devices of a mesh under plain ``jit``, and the part that each computes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Place(NamedTuple):
     """Equal parts of the heads."""
 
 
-def place_of(q: NamedSharding, B: int, H: int, *, batch_is_whole: bool) -> Place:
-    """How a call with B sequences and H q/k heads is split, from the sharding of its q."""
-    spec = (*q.spec, None, None, None)
-    batch = None if batch_is_whole else _dividing(q, spec[0], B)
-    heads = _dividing(q, spec[2], H)
-    return Place(batch, heads, _count(q, batch), _count(q, heads))
+def place_of(tokens: NamedSharding, B: int, H: int, *, batch_is_whole: bool) -> Place:
+    """How a call with B sequences and H q/k heads is split, from the sharding of its q or v."""
+    spec = (*tokens.spec, None, None, None)
+    batch = None if batch_is_whole else _dividing(tokens, spec[0], B)
+    heads = _dividing(tokens, spec[2], H)
+    return Place(batch, heads, _count(tokens, batch), _count(tokens, heads))
 
 
 def part_of(request: Request, rows: int, parts: int) -> Request:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kdacore import files
 from kdacore.command_types import KernelBuilder
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import arch_problem, compile_kernel, nvrtc_version
 from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import FOLDER, cached_rows, cubins_in, recorded_sizes, row_name
-from kdacore_cuda.build.packaged_files import PackagedFiles, Row
+from kdacore_cuda.build.packaged_files import MANIFEST, PackagedFiles, Row
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 
 
@@ -46,7 +46,7 @@ def build_all(
         OSError: the folder cannot be written.
     """
     archs, cubins = tuple(archs), cubins_in(folder)
-    _check_writable(folder)
+    files.check_writable(folder / MANIFEST)  # now rather than after minutes of compiling
     before, rows = cubins.rows(), {}
     for arch in archs:
         for kernel in packaged_kernels(arch):
@@ -58,13 +58,6 @@ def build_all(
     cubins.write_manifest(other_archs | rows)
     cached_rows.cache_clear()
     return [folder / row["file"] for row in rows.values()]
-
-
-def _check_writable(folder: Path) -> None:
-    """OSError now rather than after minutes of compiling."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def _build(

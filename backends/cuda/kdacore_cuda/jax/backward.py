@@ -12,7 +12,7 @@ from kdacore.arrays.jax_meshes import summed_like
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms.backward.launches import launches_of
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
-from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.forms.launches import TOKENS, Launches
 from kdacore_cuda.jax.batching import Arrays, run_batched
 from kdacore_cuda.jax.launch import form_of, given_arrays, make_launches
 from kdacore_cuda.jax.partitioning import run_partitioned
@@ -47,9 +47,10 @@ def wanted_of(r: Request) -> InputGrads:
     return InputGrads(*[r.has(name) for name in InputGrads._fields])
 
 
-_TOKENS = {x: f"d{x}" for x in ("q", "k", "v", "g", "beta")}
-_SUMS = {"A_log": "d_A", "dt_bias": "d_bias"}
+_TOKENS = {x: f"d{x}" for x in TOKENS}
 """Argument -> the array of its gradient."""
+_SUMS = {"A_log": "d_A", "dt_bias": "d_bias"}
+"""The same of arguments that all rows have in common."""
 _PARTS = {"A_log": "dA_part", "dt_bias": "dbias_part"}
 """Argument -> the float32 sums over each chunk, whose sum is its gradient."""
 

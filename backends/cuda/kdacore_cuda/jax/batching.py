@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from kdacore.arrays.jax_placement import SHARED
 from kdacore.errors import UnsupportedError
 from kdacore.types import Reason, Request, TensorSpec
 from kdacore_cuda import verifiers
 from kdacore_cuda.runtime.device_figures import planned
 
-SHARED = frozenset({"A_log", "dt_bias"})
-"""Arguments that all rows of a batch have in common, and the results that are their gradients."""
 _POOLS = frozenset({"cu_seqlens", "state_indices", "write_indices", "write_pool", "checkpoint_offsets"})
 """Arguments with which a call's rows are not one after another in its arrays."""
 
@@ -25,7 +24,8 @@ Arrays = dict[str, Any]
 """Arrays by name."""
 Run = Callable[[Request, Arrays, int], Arrays]
 """A call's launches on traced arrays: results by name, given the request, the arrays, and a number of groups. Results
-named in :data:`SHARED` begin with an axis of so many: one for each of as many equal parts of the batch."""
+named in :data:`kdacore.arrays.jax_placement.SHARED` begin with an axis of so many: one for each of as many equal parts
+of the batch."""
 
 
 def has_pools(request: Request) -> bool:

@@ -22,11 +22,12 @@ from jax_emulation import Device
 import kdacore
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
+from kdacore_cuda import verifiers
 from kdacore_cuda.build import packaged_cubins
 from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.jax import backward as jax_backward
 from kdacore_cuda.jax import forward as jax_forward
-from kdacore_cuda.jax import xla_handler, xla_interface
+from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, executor
 from kdacore_cuda.runtime import program as programs
@@ -303,8 +304,8 @@ def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device, o
 def test_an_unknown_version_of_xlas_interface_is_declined(
     either_handler: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert xla_interface.api_version() in xla_interface.API_VERSIONS
-    monkeypatch.setattr(xla_interface, "api_version", lambda: (1, 0))
+    assert verifiers._xla_version() in verifiers.XLA_VERSIONS
+    monkeypatch.setattr(verifiers, "_xla_version", lambda: (1, 0))
     with pytest.raises(UnsupportedError, match=r"XLA FFI 1\.0; wanted XLA FFI 0\.3"):
         run(arrays(T=41))
 
@@ -333,8 +334,6 @@ def test_export_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_sizes_that_are_symbols_are_declined() -> None:
-    from kdacore_cuda import verifiers
-
     (symbol,) = jax.export.symbolic_shape("b")
     reason = verifiers.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
     assert reason is not None and reason.code == "traced"

@@ -81,7 +81,7 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
 
 _COMMON = (
     _verifier("known_sizes"),
-    _lazy("jax.xla_interface", "known_version"),
+    _verifier("xla_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("head_dims"),
@@ -91,7 +91,7 @@ _COMMON = (
 )
 
 _STAGE = (
-    _lazy("jax.xla_interface", "known_version"),
+    _verifier("xla_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("stage_head_dims"),

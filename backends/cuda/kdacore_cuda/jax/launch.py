@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,31 +51,32 @@ def make_launches(
     buffers: dict[str, Form] = {
         name: ((size,), "uint8") for name, size in launches.buffers.items() if size and name not in given
     }
-    results = {**results, **{name: form_of(given[x]) for name, x in in_place.items()}, **buffers}
-    sizes = {f"bytes of {name}": _bytes(results[name]) for name in (*in_place, *cleared)}
+    forms = {**results, **{name: form_of(given[x]) for name, x in in_place.items()}, **buffers}
+    structs = {name: _struct(form, *given.values()) for name, form in forms.items()}
+    sizes = {f"bytes of {x}": structs[x].size * structs[x].dtype.itemsize for x in (*in_place, *cleared)}
     first: list[Step] = [InPlace(x, name, f"bytes of {name}") for name, x in in_place.items()]
     first += [Clear(name, f"bytes of {name}") for name in cleared]
-    numbers, known = launches.numbers | sizes, {*plain.arrays, *given, *results}
+    numbers, known = launches.numbers | sizes, {*plain.arrays, *given, *structs}
     program = Program((*first, *plain.steps), sorted(known), tuple(numbers), plain.one_segment)
     capability = int("".join(filter(str.isdigit, request.device.arch)))
     words, cubins = program.words(
-        *(launches.arch, capability, multiprocessors_of(request), tuple(given), tuple(results)),
+        *(launches.arch, capability, multiprocessors_of(request), tuple(given), tuple(structs)),
         own=program.pack_numbers(numbers),
         same=_written_rows(request),
     )
     xla_handler.add_kernels(cubins)
     call = jax.ffi.ffi_call(
         xla_handler.TARGET,
-        [_result(form, *given.values()) for form in results.values()],
-        input_output_aliases={[*given].index(x): [*results].index(name) for name, x in in_place.items()},
+        list(structs.values()),
+        input_output_aliases={[*given].index(x): [*structs].index(name) for name, x in in_place.items()},
         vmap_method="sequential",
     )
     axes = mesh_axes(*given.values())
     made = call(*(varying(x, axes) for x in given.values()), program=words)
-    return dict(zip(results, made, strict=True))
+    return dict(zip(structs, made, strict=True))
 
 
-def _result(form: Form, *given: Any) -> jax.ShapeDtypeStruct:
+def _struct(form: Form, *given: Any) -> jax.ShapeDtypeStruct:
     """A result that varies over the mesh axes that the arguments vary over."""
     struct = out_struct(form[0], jnp.dtype(form[1]), *given)
     mesh = get_abstract_mesh()
@@ -86,10 +86,6 @@ def _result(form: Form, *given: Any) -> jax.ShapeDtypeStruct:
 def form_of(x: Any) -> Form:
     """That of an array."""
     return x.shape, x.dtype.name
-
-
-def _bytes(form: Form) -> int:
-    return math.prod(form[0]) * jnp.dtype(form[1]).itemsize
 
 
 def _written_rows(r: Request) -> dict[str, str]:

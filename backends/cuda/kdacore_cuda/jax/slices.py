@@ -18,8 +18,6 @@ from kdacore_cuda.jax.backward import as_of_inputs, gradients_behind_scan, wante
 from kdacore_cuda.jax.batching import Arrays, run_batched
 from kdacore_cuda.jax.launch import Form, given_arrays, make_launches
 
-STATE = (128, 128)
-
 
 def begin(request: Request, inputs: ChunkInputs, leaving: Any) -> SliceForward:
     """As :func:`kdacore_cuda.forms.slices.forward.begin`, on traced arrays."""
@@ -75,7 +73,7 @@ def _arguments(request: Request, inputs: ChunkInputs) -> Arrays:
 
 
 def _states(count: int, r: Request) -> Form:
-    return (count, r.HV, *STATE), "float32"
+    return (count, r.HV, r.K, r.V), "float32"
 
 
 def _run_begin(r: Request, arrays: Arrays, groups: int) -> Arrays:

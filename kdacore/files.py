@@ -36,12 +36,12 @@ def writable(text: str) -> Path:
     return path
 
 
-def write_whole(path: Path, text: str, rights: int = 0o600) -> None:
+def write_whole(path: Path, contents: str | bytes, rights: int = 0o600) -> None:
     """Write a file of which readers see all or nothing, and nothing is left of one that cannot be written.
 
     Args:
         path: the file.
-        text: its contents.
+        contents: text is written as UTF-8.
         rights: its access rights.
 
     Raises:
@@ -50,8 +50,8 @@ def write_whole(path: Path, text: str, rights: int = 0o600) -> None:
     name = ""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=TEMPORARY)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents.encode() if isinstance(contents, str) else contents)
         os.chmod(name, rights)
         os.replace(name, path)
     except OSError as error:

@@ -16,7 +16,7 @@ import torch
 from guarded_memory import guard
 from program_launches import launches_of
 
-from kdacore_cuda.build import cubin_lookup
+from kdacore_cuda.build import shared_memory
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.program import Program
 
@@ -58,10 +58,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return start
 
     # Sizes of kernels that are not packaged, as after a change of their sources, or for no architecture.
-    monkeypatch.setattr(cubin_lookup, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
-    plain = cubin_lookup.launch_sizes
+    monkeypatch.setattr(shared_memory, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
+    plain = shared_memory.launch_sizes
     monkeypatch.setattr(
-        cubin_lookup,
+        shared_memory,
         "launch_sizes",
         lambda kernel, arch: plain(kernel, arch) if arch else emulator.launch_sizes(kernel),
     )

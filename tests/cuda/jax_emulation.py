@@ -19,14 +19,21 @@ from stub_driver import StubDriver
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.jax import python_handler as ffi_callback
 from kdacore_cuda.jax import xla_handler
-from kdacore_cuda.jax.xla_interface import Handler
 from kdacore_cuda.kernel_parameters import ParamStruct
 from kdacore_cuda.runtime import driver
 from kdacore_cuda.runtime import program as programs
+from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.program import Launch, Program
 from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 MULTIPROCESSORS = 132
+
+
+class Handler(NamedTuple):
+    """A handler for XLA's CPU device, and the executor that it launches by."""
+
+    execute: object
+    executor: Executor
 
 
 class Launched(NamedTuple):
@@ -125,18 +132,20 @@ def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> 
     monkeypatch.setattr(Program, "_kernel_words", noted)
     monkeypatch.setattr(jax_devices, "multiprocessors", lambda index: MULTIPROCESSORS)
     monkeypatch.setattr(xla_handler, "TARGET", target)
-    monkeypatch.setattr(xla_handler, "register", lambda: handler)
+    monkeypatch.setattr(xla_handler, "register", lambda: handler.executor)
     monkeypatch.setattr(driver, "has_library", lambda: True)
 
 
 def native_handler(device: Device) -> Handler:
-    """The handler in the packaged executor, for XLA's CPU device."""
-    return xla_handler.native_handler(device.stub.native_executor(), "kdacore_ffi_execute_without_stream")
+    """The handler in the packaged executor."""
+    native = device.stub.native_executor()
+    return Handler(native.library.kdacore_ffi_execute_without_stream, native)
 
 
 def python_handler(device: Device) -> Handler:
-    """The handler in Python, for XLA's CPU device."""
-    return ffi_callback.make_handler(PythonExecutor(device.stub.driver()), has_stream=False)
+    """The handler in Python."""
+    python = PythonExecutor(device.stub.driver())
+    return Handler(ffi_callback.make_handler(python, has_stream=False), python)
 
 
 def register(handler: Handler, target: str) -> None:

@@ -9,18 +9,17 @@ import pytest
 from emulated_backend import NAME, Plugin
 
 from kdacore.registry import REGISTRY
-from kdacore_cuda.jax.xla_interface import Handler
 
 OPS = (
     *("chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"),
     *("kda_chunk_intra", "kda_recompute_w_u"),
 )
 HANDLERS = {"native": emulation.native_handler, "python": emulation.python_handler}
-_made: dict[str, tuple[emulation.Device, Handler]] = {}
+_made: dict[str, tuple[emulation.Device, emulation.Handler]] = {}
 """By name of the handler: XLA keeps what was registered for as long as the process lives."""
 
 
-def made(name: str, folder: pytest.TempPathFactory) -> tuple[emulation.Device, Handler]:
+def made(name: str, folder: pytest.TempPathFactory) -> tuple[emulation.Device, emulation.Handler]:
     """A device, and the handler that launches there, registered with XLA."""
     if name not in _made:
         device = emulation.Device(folder.mktemp("driver"))

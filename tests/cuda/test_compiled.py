@@ -15,7 +15,7 @@ from spill_allowances import allowed
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import CSRC, KernelSource
-from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, row_name
+from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, row_name
 from kdacore_cuda.choice import cluster_sizes
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
@@ -60,7 +60,7 @@ def packaged() -> Iterator[tuple[KernelSource, str]]:
 
 
 def test_every_packaged_cubin_has_its_entry() -> None:
-    rows = read_manifest()
+    rows = CUBINS.rows()
     for kernel, arch in packaged():
         cubin = (FOLDER / rows[row_name(kernel, arch)]["file"]).read_bytes()
         assert b"\0" + kernel.entry.encode() + b"\0" in cubin, kernel.name
@@ -80,7 +80,7 @@ def test_every_source_is_packaged_for_hopper() -> None:
 def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     kernel: KernelSource, arch: str
 ) -> None:
-    row = read_manifest()[row_name(kernel, arch)]
+    row = CUBINS.rows()[row_name(kernel, arch)]
     code = disassemble(FOLDER / row["file"])
     assert found(code) == products(kernel)
     # walk begins after every block of its call's first launch has waited, and waits for the end of that one.
@@ -102,7 +102,7 @@ def test_pairs_of_warps_meet_in_one_place(kernel: KernelSource, arch: str) -> No
     """compute-sanitizer reports a named barrier that its two warps reach in two places, as where one of them had a way
     of its own for halves without tokens. A pair of slice warps meets twice for a bias, and twice in a step; a pair of
     solvers twice. Short sequences store the first bias ahead of their loop."""
-    code = disassemble(FOLDER / read_manifest()[row_name(kernel, arch)]["file"])
+    code = disassemble(FOLDER / CUBINS.rows()[row_name(kernel, arch)]["file"])
     found = len(re.findall(r"\bBAR\.SYNC\S* \w+, 0x40\b", code))
     assert found == (8 if dict(kernel.defines)["MANY_SHORT"] else 6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -53,13 +54,24 @@ def test_unusable_cache_folder_is_a_miss(tmp_path: Path) -> None:
     assert not cache.put("k", b"cubin")
 
 
+def test_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = DiskCache(tmp_path / "cuda")
+    monkeypatch.setattr(os, "replace", full)
+    assert not cache.put("k", b"cubin")
+    assert not [*(tmp_path / "cuda").iterdir()]
+
+
 def test_load_or_compile_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelSource("common/recurrent/recurrent.cu", "recurrent", (*KERNEL.defines, ("UNPACKAGED", 1)))
     disk = DiskCache(tmp_path / "cuda")
-    first = cubin_lookup.load_or_compile(kernel, "sm_90a", disk)
+    monkeypatch.setattr(cubin_lookup, "DiskCache", lambda: disk)
+    first = cubin_lookup.load_or_compile(kernel, "sm_90a")
 
     def refuse(*args: object) -> CompiledKernel:
         raise AssertionError("compiled twice")
 
     monkeypatch.setattr(cubin_lookup, "compile_kernel", refuse)
-    assert cubin_lookup.load_or_compile(kernel, "sm_90a", disk) == first
+    assert cubin_lookup.load_or_compile(kernel, "sm_90a") == first

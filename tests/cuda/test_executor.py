@@ -589,12 +589,15 @@ def test_steps_that_name_what_no_call_gives() -> None:
         make(Clear("a", "rows"))
     with pytest.raises(ValueError, match="count is a float32 here and an integer elsewhere"):
         make(launch("wide", scale="count"))
+    for value in ("a", ("count", "offset")):
+        with pytest.raises(ValueError, match="wide: negative has 32 bits, an address has 64"):
+            make(launch("wide", negative=value))
     with pytest.raises(KeyError, match="blocks"):
         make(launch("narrow")).pack_numbers({"scale": 1.0})
 
 
 def test_numbers_too_large_for_their_fields() -> None:
-    """Only those of 32-bit fields have that limit; one with another use has none."""
+    """Those that a 32-bit field holds have that limit, whatever else they are used for."""
     program = make(launch("wide"))
     for name, value in (
         ("count", 2**31),
@@ -605,7 +608,12 @@ def test_numbers_too_large_for_their_fields() -> None:
         with pytest.raises(struct.error):
             program.pack_numbers(GIVEN | {name: value})
     assert program.pack_numbers(GIVEN | {"stride": 2**31})
-    assert make(launch("wide", negative="stride")).pack_numbers(GIVEN)
+    mixed = make(launch("wide", negative="stride"))
+    for value in (2**31, -(2**31) - 1, GIVEN["stride"]):
+        with pytest.raises(struct.error, match=f"stride: {value} is too large for a field of 32 bits"):
+            mixed.pack_numbers(GIVEN | {"stride": value})
+    for value in (2**31 - 1, -(2**31)):
+        assert mixed.pack_numbers(GIVEN | {"stride": value})
 
 
 def test_a_number_in_fields_of_both_widths(recorder: Recorder) -> None:

@@ -22,11 +22,12 @@ from jax_emulation import Device
 import kdacore
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
+from kdacore_cuda import verifiers
 from kdacore_cuda.build import packaged_cubins
 from kdacore_cuda.forms.fused import launches as fused
-from kdacore_cuda.jax import chunk as jax_chunk
-from kdacore_cuda.jax import recurrent as jax_recurrent
-from kdacore_cuda.jax import xla_handler, xla_interface
+from kdacore_cuda.jax import backward as jax_backward
+from kdacore_cuda.jax import forward as jax_forward
+from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, executor
 from kdacore_cuda.runtime import program as programs
@@ -34,6 +35,7 @@ from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
 from kdacore_cuda.runtime.python_executor import PythonExecutor
 
 pytestmark = pytest.mark.quick
+register_handler = xla_handler.register  # which the fixtures replace
 
 B, T, H, K = 1, 40, 2, 128
 
@@ -184,7 +186,7 @@ def test_programs_of_another_version_are_refused(either_handler: Device, change:
 
 def test_kernels_that_were_never_added_are_read_from_the_package(either_handler: Device) -> None:
     """As those of a program that was exported elsewhere."""
-    rows = packaged_cubins.read_manifest()
+    rows = packaged_cubins.CUBINS.rows()
     name, row = next((n, r) for n, r in rows.items() if n.startswith("sums") and n.endswith("sm_90a"))
     either_handler.raw.clear()
     custom_call(one_launch(int(row["file"][:16], 16), b"sums"))
@@ -209,10 +211,14 @@ def test_kernels_of_another_version_are_refused(either_handler: Device) -> None:
 def test_the_handler_launches_by_the_executor_of_the_process(
     from_jax: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which knows the kernels of eager calls, and has warned where it is the one in Python."""
+    """Which knows the kernels of eager calls, and has warned where it is the one in Python. XLA is told once."""
+    told: list[str] = []
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: told.append(name))
     for here in (from_jax.stub.native_executor(), PythonExecutor(from_jax.stub.driver())):
         monkeypatch.setattr(executor, "executor", lambda here=here: here)
-        assert xla_handler.load().add_kernel == here.add_kernel
+        monkeypatch.setattr(xla_handler, "_registered", [])
+        assert [register_handler() for _ in range(2)] == [here, here]
+    assert told == [xla_handler.TARGET] * 2
 
 
 def _request(op: str = "fused_recurrent_kda", **options: Any) -> Request:
@@ -228,9 +234,9 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     """The forward is one custom call, the backward are two; a pool is its own result."""
     request = dataclasses.replace(_request("chunk_kda"), device=HOPPER, kind="jax")
     given = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays().items()}
-    text = lowered(lambda x: jax_chunk.forward(request, ChunkInputs(**x)).o, given)
+    text = lowered(lambda x: jax_forward.forward(request, ChunkInputs(**x)).o, given)
     assert text.count(f"custom_call @{xla_handler.TARGET}(") == 1 and "output_operand_alias" not in text
-    text = lowered(lambda x: jax_chunk.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
+    text = lowered(lambda x: jax_backward.backward(request, ChunkInputs(**x), (), OutputGrads(x["v"])), given)
     assert text.count(f"custom_call @{xla_handler.TARGET}(") == 2
 
     given = {
@@ -242,7 +248,7 @@ def test_lowering_for_a_gpu_on_a_machine_without_one() -> None:
     concrete = RecurrentInputs(**{n: jnp.zeros(a.shape, a.dtype) for n, a in given.items()})
     options = MODEL | {"inplace_state": True, "output_final_state": True}
     request = dataclasses.replace(request_of("fused_recurrent_kda", concrete, **options), device=HOPPER)
-    text = lowered(lambda x: jax_recurrent.forward(request, RecurrentInputs(**x)), given)
+    text = lowered(lambda x: jax_forward.forward(request, RecurrentInputs(**x)), given)
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 7" in text
 
 
@@ -256,20 +262,20 @@ def test_torch_is_not_needed() -> None:
             "import jax, jax.numpy as jnp",
             "from kdacore.types import ChunkInputs, Device, OutputGrads, Request, TensorSpec",
             "from kdacore_cuda.forms.slices import functions as slices",
-            "from kdacore_cuda.jax import chunk as jax_chunk",
+            "from kdacore_cuda.jax import backward as jax_backward, forward as jax_forward",
             "x = {n: jax.ShapeDtypeStruct((1, 70, 2, 128), jnp.bfloat16) for n in 'qkvg'}",
             "x['beta'] = jax.ShapeDtypeStruct((1, 70, 2), jnp.bfloat16)",
             "hopper = Device('cuda', 0, 'sm_90')",
             "r = Request('chunk_kda', 'jax', hopper, 1, 70, 2, 2, 128, 128, 1, 'bfloat16', 'float32',",
             "  tuple((n, TensorSpec(a.shape, a.dtype.name)) for n, a in x.items()))",
             "def f(x):",
-            "  o = jax_chunk.forward(r, ChunkInputs(**x)).o",
+            "  o = jax_forward.forward(r, ChunkInputs(**x)).o",
             "  cut, s, g = slices.slice_functions(r), jnp.zeros((1, 2, 128, 128)), OutputGrads(o)",
             "  begun = cut.begin(r, ChunkInputs(**x), None)",
             "  out = cut.finish(r, ChunkInputs(**x), begun.pending, s)",
             "  d, pending = cut.backward_begin(r, ChunkInputs(**x), (), g, s, None)",
             "  found = cut.backward_finish(r, ChunkInputs(**x), (), pending, g, s, s)",
-            "  return o, jax_chunk.backward(r, ChunkInputs(**x), (), g), begun.M, out.o, d, found",
+            "  return o, jax_backward.backward(r, ChunkInputs(**x), (), g), begun.M, out.o, d, found",
             "text = jax.jit(f).trace(x).lower(lowering_platforms=('cuda',)).as_text()",
             "assert text.count('custom_call @kdacore_cuda') == 3 + 5",
         ]
@@ -298,8 +304,8 @@ def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device, o
 def test_an_unknown_version_of_xlas_interface_is_declined(
     either_handler: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert xla_interface.api_version() in xla_interface.API_VERSIONS
-    monkeypatch.setattr(xla_interface, "api_version", lambda: (1, 0))
+    assert verifiers._xla_version() in verifiers.XLA_VERSIONS
+    monkeypatch.setattr(verifiers, "_xla_version", lambda: (1, 0))
     with pytest.raises(UnsupportedError, match=r"XLA FFI 1\.0; wanted XLA FFI 0\.3"):
         run(arrays(T=41))
 
@@ -328,8 +334,6 @@ def test_export_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_sizes_that_are_symbols_are_declined() -> None:
-    from kdacore_cuda import verifiers
-
     (symbol,) = jax.export.symbolic_shape("b")
     reason = verifiers.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
     assert reason is not None and reason.code == "traced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +17,15 @@ from kdacore_cuda.build.compiler import CompiledKernel
 from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import (
+    CUBINS,
     FOLDER,
-    MANIFEST,
-    cached_manifest,
-    file_name,
+    cached_rows,
+    cubins_in,
     find_packaged,
     find_packaged_sizes,
-    is_cubin_file,
-    read_manifest,
     row_name,
 )
+from kdacore_cuda.build.packaged_files import MANIFEST
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
@@ -33,14 +33,14 @@ from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 pytestmark = pytest.mark.quick
 
 KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
-CUBIN = (FOLDER / read_manifest()[row_name(KERNEL, "sm_90a")]["file"]).read_bytes()
+CUBIN = (FOLDER / CUBINS.rows()[row_name(KERNEL, "sm_90a")]["file"]).read_bytes()
 SIZES = read_launch_sizes(CUBIN, KERNEL.entry)
 OTHER_KERNEL = recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN)
 
 
 def test_packaged_cubins_match_their_sources() -> None:
     """Run `kdacore build` when this fails: a source changed after the cubins were built."""
-    rows = read_manifest()
+    rows = CUBINS.rows()
     expected = {row_name(k, arch): (k, arch) for arch in PACKAGED_ARCHS for k in packaged_kernels(arch)}
     assert rows.keys() == expected.keys()
     for kernel, arch in expected.values():
@@ -49,10 +49,10 @@ def test_packaged_cubins_match_their_sources() -> None:
 
 def test_the_manifest_names_every_file_and_only_those() -> None:
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.name != MANIFEST}
-    assert files.keys() == {row["file"] for row in read_manifest().values()}
+    assert files.keys() == {row["file"] for row in CUBINS.rows().values()}
     for name, cubin in files.items():
-        assert name == file_name(cubin)
-        assert is_cubin_file(Path(name))
+        assert name == f"{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
+        assert CUBINS.is_name(name)
 
 
 def test_paths_are_short() -> None:
@@ -115,13 +115,13 @@ def test_changed_source_or_damaged_file_is_not_used(
 ) -> None:
     (path,) = package_build.build_all(["sm_90a"], tmp_path)
     key = source_key(one_kernel, "sm_90a")
-    assert find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
-    assert find_packaged_sizes(one_kernel, "sm_90a", key, tmp_path) == SIZES
-    assert find_packaged(one_kernel, "sm_90a", "another key", tmp_path) is None
-    assert find_packaged_sizes(one_kernel, "sm_90a", "another key", tmp_path) is None
+    assert find_packaged(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == path.read_bytes()
+    assert find_packaged_sizes(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == SIZES
+    assert find_packaged(one_kernel, "sm_90a", "another key", cubins_in(tmp_path)) is None
+    assert find_packaged_sizes(one_kernel, "sm_90a", "another key", cubins_in(tmp_path)) is None
     DAMAGE[damage](path)
-    cached_manifest.cache_clear()  # as a process that starts now
-    assert find_packaged(one_kernel, "sm_90a", key, tmp_path) is None
+    cached_rows.cache_clear()  # as a process that starts now
+    assert find_packaged(one_kernel, "sm_90a", key, cubins_in(tmp_path)) is None
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "a folder for a cubin"])
@@ -130,7 +130,7 @@ def test_a_damaged_folder_is_built_anew(tmp_path: Path, one_kernel: KernelSource
     DAMAGE[damage](path)
     assert package_build.build_all(["sm_90a"], tmp_path) == [path]
     key = source_key(one_kernel, "sm_90a")
-    assert find_packaged(one_kernel, "sm_90a", key, tmp_path) == path.read_bytes()
+    assert find_packaged(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == path.read_bytes()
 
 
 def test_one_architecture_is_built_beside_the_others(
@@ -147,7 +147,7 @@ def test_one_architecture_is_built_beside_the_others(
     foreign.unlink()
     for arch in ("sm_90a", "sm_100f"):
         key = source_key(one_kernel, arch)
-        assert find_packaged(one_kernel, arch, key, tmp_path) is not None
+        assert find_packaged(one_kernel, arch, key, cubins_in(tmp_path)) is not None
     monkeypatch.setattr(package_build, "packaged_kernels", lambda arch: [OTHER_KERNEL])
     (other,) = package_build.build_all(["sm_100f"], tmp_path)
     assert {path.name for path in tmp_path.glob("*.cubin")} == {hopper.name, other.name}
@@ -186,8 +186,8 @@ def test_rows_without_sizes_are_built_anew(tmp_path: Path, one_kernel: KernelSou
     """As those are that an earlier version wrote."""
     (path,) = package_build.build_all(["sm_90a"], tmp_path)
     damage_manifest(lambda row: row.update(shared=shared))(path)
-    cached_manifest.cache_clear()
+    cached_rows.cache_clear()
     key = source_key(one_kernel, "sm_90a")
-    assert find_packaged_sizes(one_kernel, "sm_90a", key, tmp_path) is None
+    assert find_packaged_sizes(one_kernel, "sm_90a", key, cubins_in(tmp_path)) is None
     assert package_build.build_all(["sm_90a"], tmp_path) == [path]
-    assert find_packaged_sizes(one_kernel, "sm_90a", key, tmp_path) == SIZES
+    assert find_packaged_sizes(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == SIZES

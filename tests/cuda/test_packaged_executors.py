@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from kdacore_cuda.build import compile_executors, packaged_executors
-from kdacore_cuda.build.packaged_executors import FOLDER, MACHINES, find_executor, read_manifest, source_hash
+from kdacore_cuda.build.packaged_executors import FOLDER, MACHINES, executors_in, find_executor, source_hash
 
 pytestmark = pytest.mark.quick
 
 
 def test_every_machine_has_one_of_the_present_sources() -> None:
-    rows = read_manifest()
+    rows = executors_in().rows()
     assert rows.keys() == MACHINES.keys()
     for row in rows.values():
         content = (FOLDER / row["file"]).read_bytes()
@@ -37,12 +37,12 @@ def compiler_version() -> str:
 
 
 @pytest.mark.skipif(
-    compiler_version() not in {row["ziglang"] for row in read_manifest().values()},
+    compiler_version() not in {row["ziglang"] for row in executors_in().rows().values()},
     reason="needs the version of ziglang that the packaged executors were compiled by",
 )
 def test_a_rebuild_gives_the_same_bytes(tmp_path: Path) -> None:
     rows = compile_executors.build_all(tmp_path)
-    for machine, row in read_manifest().items():
+    for machine, row in executors_in().rows().items():
         assert (tmp_path / rows[machine]["file"]).read_bytes() == (FOLDER / row["file"]).read_bytes()
 
 

@@ -13,7 +13,7 @@ import pytest
 from disassembly import disassemble
 
 from kdacore_cuda.architectures import HOPPER
-from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, row_name
+from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, row_name
 from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, prepare_kernel
 from kdacore_cuda.forms.segments.kernels import segments_prepare_kernel
 
@@ -36,7 +36,7 @@ def test_all_rows_are_asked_for_before_a_parameter_is_used(
     prepare: Callable[[bool, bool], ChunkBackwardKernel], groups: int, float_gate: bool
 ) -> None:
     kernel = prepare(float_gate, True).source
-    lines = disassemble(FOLDER / read_manifest()[row_name(kernel, HOPPER)]["file"]).splitlines()
+    lines = disassemble(FOLDER / CUBINS.rows()[row_name(kernel, HOPPER)]["file"]).splitlines()
     asked = [i for i, line in enumerate(lines) if _GROUP.search(line)][groups - 1]
     waited = next(i for i, line in enumerate(lines) if i > asked and _WAIT.search(line))
     assert not any(_EXPONENTIAL.search(line) for line in lines[:asked])

@@ -12,10 +12,10 @@ import pytest
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda.architectures import HOPPER, PACKAGED_ARCHS, SHARED_LIMITS
-from kdacore_cuda.build import cubin_lookup
+from kdacore_cuda.build import shared_memory
 from kdacore_cuda.build.cubin_contents import LaunchSizes, read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, gather_headers
-from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, recorded_sizes, row_name
+from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, recorded_sizes, row_name
 from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.backward.kernels import sums_kernel
@@ -23,7 +23,7 @@ from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 
-ROWS = read_manifest()
+ROWS = CUBINS.rows()
 PACKAGED = [(kernel, arch) for arch in PACKAGED_ARCHS for kernel in packaged_kernels(arch)]
 KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
 
@@ -121,7 +121,7 @@ def test_sizes_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(wanted)
         return cubin_of(sums_kernel(), HOPPER)
 
-    monkeypatch.setattr(cubin_lookup, "load_or_compile", load)
+    monkeypatch.setattr(shared_memory, "load_or_compile", load)
     assert [shared_bytes(kernel) for _ in range(3)] == [4 * 512] * 3
     assert compiled == [kernel]
 

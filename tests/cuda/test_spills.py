@@ -12,7 +12,8 @@ from spill_allowances import ALLOWED, WIDE, Allowance, allowed
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.build.packaged_cubins import FOLDER, MANIFEST
+from kdacore_cuda.build.packaged_cubins import FOLDER
+from kdacore_cuda.build.packaged_files import MANIFEST
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kdacore_cuda.build.packaged_executors import read_manifest
+from kdacore_cuda.build.packaged_executors import executors_in
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("kdacore", "kdacore_reference", "kdacore_triton", "kdacore_cuda", "kdacore_pallas")
@@ -43,7 +43,7 @@ def test_machine_code_is_in_the_wheels_of_linux_alone(tmp_path: Path, machine: s
         assert elf == set()
         return
     folder = ROOT / "backends/cuda/kdacore_cuda"
-    executor = read_manifest()[machine]["file"]
+    executor = executors_in().rows()[machine]["file"]
     cubins = {f"kdacore_cuda/cubins/{path.name}" for path in (folder / "cubins").glob("*.cubin")}
     assert elf == cubins | {f"kdacore_cuda/executors/{executor}"}
 

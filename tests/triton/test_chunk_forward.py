@@ -313,7 +313,8 @@ def test_the_contracts_own_case(dtype: torch.dtype, options: dict[str, Any]) -> 
 
 SEGMENT = 512
 SEGMENTED = {
-    "C": 32, "BU": 128, "prepare_warps": 2, "BV": 64, "scan_warps": 4, "scan_stages": 4, "segment": SEGMENT,
+    "C": 32, "prepare_BV": 128, "prepare_warps": 2, "scan_BV": 64, "scan_warps": 4, "scan_stages": 4,
+    "segment": SEGMENT,
 }  # fmt: skip
 
 

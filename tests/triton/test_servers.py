@@ -33,7 +33,7 @@ CHUNK = ("chunk_kda", "chunk_gated_delta_rule")
 RECURRENT = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
 BOUNDED = {"safe_gate": True, "lower_bound": -5.0}
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
-BASE = {"BU": 128, "prepare_warps": 2, "BV": 64, "scan_warps": 4, "scan_stages": 1, "segment": 0}
+BASE = {"prepare_BV": 128, "prepare_warps": 2, "scan_BV": 64, "scan_warps": 4, "scan_stages": 1, "segment": 0}
 
 
 class BuildError(Exception):

@@ -176,10 +176,10 @@ def test_the_configuration_picks_the_form() -> None:
             "form": form,
             "heads": 1,
             "token_warps": 1,
-            "BD": 16,
+            "diagonal_BK": 16,
             "diagonal_warps": 1,
             "diagonal_stages": 1,
-            "BS": 16,
+            "merge_BK": 16,
             "merge_warps": 2,
             "merge_stages": 1,
         }

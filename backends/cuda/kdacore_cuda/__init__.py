@@ -81,7 +81,7 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
 
 _COMMON = (
     _verifier("known_sizes"),
-    _lazy("jax.xla_interface", "known_version"),
+    _verifier("xla_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("head_dims"),
@@ -91,7 +91,7 @@ _COMMON = (
 )
 
 _STAGE = (
-    _lazy("jax.xla_interface", "known_version"),
+    _verifier("xla_version"),
     _verifier("architecture"),
     _verifier("compiler"),
     _verifier("stage_head_dims"),
@@ -105,7 +105,7 @@ _STAGE = (
 
 def _stage(op: str, function: str) -> OpImpl:
     return OpImpl(
-        forward=_by_kind(_lazy("forms.stages.forward", function), _lazy("jax.stages", function)),
+        forward=_by_kind(_lazy("forms.stages.forward", function), _lazy("jax.forward", function)),
         serves=STAGE_FEATURES[op],
         form=_lazy("forms.explain", "form"),
         verifiers=_STAGE,
@@ -117,8 +117,8 @@ def _stage(op: str, function: str) -> OpImpl:
 def make_backend() -> Backend:
     """The backend named ``cuda``."""
     chunk = OpImpl(
-        forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.chunk", "forward")),
-        backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.chunk", "backward")),
+        forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.forward", "forward")),
+        backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.backward", "backward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         verifiers=(
             *_COMMON,
@@ -134,7 +134,7 @@ def make_backend() -> Backend:
         batch_invariant=True,
     )
     recurrent = OpImpl(
-        forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.recurrent", "forward")),
+        forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
         verifiers=(*_COMMON, _verifier("recurrent_dtype")),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
@@ -179,4 +179,4 @@ def kdacore_backends() -> list[Backend]:
 @hookimpl
 def kdacore_kernel_builders() -> list[Any]:
     """The hook ``kdacore build`` finds the kernels by."""
-    return [_lazy("build.kernel_builder", "builder")()]
+    return [_lazy("build.packaging", "builder")()]

@@ -6,7 +6,9 @@ Verifiers read shapes, dtypes and flags, never values.
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from kdacore import verifiers as common
@@ -62,6 +64,37 @@ def compiler(request: Request) -> Reason | None:
         arch,
         "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux",
     )
+
+
+XLA_VERSIONS = ((0, 3), (0, 4))
+"""Versions of XLA's interface to handlers (xla/ffi/api/c_api.h) that our handlers were read against: those of jaxlib
+0.10 to 0.11."""
+
+
+@cache
+def _xla_version() -> tuple[int, int] | None:
+    """The version that this jaxlib has, as its header says; None if it does not, or if JAX is not installed, as where
+    the doctor asks about calls that could be made."""
+    if find_spec("jax") is None:
+        return None
+    import jax.ffi
+
+    try:
+        header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    except OSError:
+        return None
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return (int(found["MAJOR"]), int(found["MINOR"])) if len(found) == 2 else None
+
+
+@common.reads_no_lengths
+def xla_version(request: Request) -> Reason | None:
+    """Calls from JAX go through XLA's interface to handlers, whose versions are not interchangeable."""
+    if request.kind != "jax" or (found := _xla_version()) in XLA_VERSIONS:
+        return None
+    got = f"XLA FFI {found[0]}.{found[1]}" if found else "no jaxlib with the header"
+    want = "XLA FFI " + " or ".join(f"{major}.{minor}" for major, minor in XLA_VERSIONS)
+    return Reason("unavailable", "does not know this version of XLA's interface to handlers", got, want)
 
 
 @common.reads_no_lengths

@@ -116,7 +116,7 @@ class ChunkForwardPlan:
                 *(r.T, NT, r.N, r.H, r.HV, r.scale, self.bound, exponent_offset(self.bound, C)),
             ),
             {
-                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": min(config["BU"], VP), "C": C,
+                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": min(config["prepare_BV"], VP), "C": C,
                 "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[self.family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA": beta_kind(r), "PACKED": r.packed, **self.dots, "ASM": on_nvidia(r),
             },
@@ -143,7 +143,7 @@ class ChunkForwardPlan:
 
     def _state_launches(self, strides: StateStrides, of_slice: bool = False) -> StateLaunches:
         r, config, C, KP, VP, NT = self.request, self.config, self.C, self.KP, self.VP, self.NT
-        block = min(config["BV"], VP)
+        block = min(config["scan_BV"], VP)
         columns = {
             "K": r.K, "V": r.V, "KP": KP, "VP": VP, "V_FIRST": r.state_v_first, "PACKED": r.packed,
         }  # fmt: skip

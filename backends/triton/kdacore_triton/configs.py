@@ -6,6 +6,18 @@ may take; ``configs/<arch>.json`` holds the choices, made by measurement. Nothin
 A choice is the first rule whose ``when`` matches. A condition is a value to equal, or ``[low, high]`` (inclusive,
 null for open) for a number. The last rule of a kernel has an empty ``when``, so there is always an answer.
 
+The parameters, besides the warps and pipeline stages of each launch:
+
+| kernel | parameter | meaning |
+|---|---|---|
+| `recurrent` | `BV` | channels of v that a program takes |
+| `chunk_forward` | `C` | rows of a chunk |
+| | `prepare_BV`, `scan_BV` | channels of v taken at a time when chunks are prepared, and in the scan |
+| | `segment` | tokens of a segment of a long row; 0: rows are not cut |
+| `chunk_intra` | `form` | what computes a diagonal block: a program per `token`, or one for its `chunk` |
+| | `heads` | value heads that a program of a token takes |
+| | `diagonal_BK`, `merge_BK` | channels of k taken at a time in diagonal blocks, and in those below them |
+
 A tuner uses :func:`candidates` and :func:`override`: run the op under each candidate, keep the fastest.
 """
 

@@ -95,7 +95,7 @@ def chunk_intra_by_chunk(request: Request, inputs: IntraInputs) -> IntraOutputs:
         (_slots(r) * (r.chunk_size // SPAN.value) * r.HV, 1, 1),
         q, k, gc, beta, cu_seqlens, _span_levels(r, q), result.Aqk, inverses,
         r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
-        K=r.K, KP=_padded(r.K), BK=min(_padded(r.K), config["BD"]), C=r.chunk_size, PACKED=r.packed,
+        K=r.K, KP=_padded(r.K), BK=min(_padded(r.K), config["diagonal_BK"]), C=r.chunk_size, PACKED=r.packed,
         DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r),
         num_warps=config["diagonal_warps"], num_stages=config["diagonal_stages"],
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _merge_intra(r: Request, tensors: tuple[Any, ...], inverted: bool, config: c
     _INTRA_MERGE(
         (_slots(r) * r.HV, 1, 1),
         *tensors, r.T, r.num_chunks, r.N, r.H, r.HV, r.scale,
-        K=r.K, KP=_padded(r.K), BK=min(_padded(r.K), config["BS"]), C=r.chunk_size, INVERTED=inverted,
+        K=r.K, KP=_padded(r.K), BK=min(_padded(r.K), config["merge_BK"]), C=r.chunk_size, INVERTED=inverted,
         PACKED=r.packed, DOT=_dot(r, half), INV_DOT=_dot(r, "tf32" if half else None), ASM=on_nvidia(r),
         num_warps=config["merge_warps"], num_stages=config["merge_stages"],
     )  # fmt: skip

@@ -21,7 +21,7 @@ OPS = {"fused_recurrent_kda": "recurrent", "chunk_kda": "chunk_forward", "kda_ch
 """Op -> the kernel whose configurations serve it, as the data files call it."""
 
 _IDLE = {
-    "token": ("BD", "diagonal_warps", "diagonal_stages"),
+    "token": ("diagonal_BK", "diagonal_warps", "diagonal_stages"),
     "chunk": ("heads", "token_warps"),
 }
 """Parameters of the other form of the intra-chunk stage."""

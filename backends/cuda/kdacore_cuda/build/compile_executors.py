@@ -6,7 +6,6 @@ XLA's header. The same ``ziglang`` gives the same bytes everywhere.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -15,15 +14,8 @@ import tempfile
 from pathlib import Path
 
 from kdacore.errors import BackendBuildError
-from kdacore_cuda.build.packaged_executors import (
-    FOLDER,
-    MACHINES,
-    SOURCES,
-    Row,
-    file_name,
-    source_hash,
-    write_manifest,
-)
+from kdacore_cuda.build.packaged_executors import FOLDER, MACHINES, SOURCES, executors_in, source_hash
+from kdacore_cuda.build.packaged_files import Row
 
 OPTIONS = (
     *("-std=c11", "-O2", "-g0", "-s", "-fPIC", "-shared", "-fvisibility=default"),
@@ -46,14 +38,9 @@ def compile_executor(target: str) -> bytes:
         # All are named without their folders, so that no path can get into the library.
         shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
         shutil.copytree(Path(jax.ffi.include_dir()) / "xla" / "ffi", folder / "xla" / "ffi")
+        sources = sorted(path.name for path in SOURCES.glob("*.c"))
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *OPTIONS]
-        command += [
-            "-I.",
-            *sorted(path.name for path in SOURCES.glob("*.c")),
-            "-o",
-            "executor.so",
-            *LIBRARIES,
-        ]
+        command += ["-I.", *sources, "-o", "executor.so", *LIBRARIES]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise BackendBuildError(f"the executor for {target}", done.stderr)
@@ -67,22 +54,12 @@ def build_all(folder: Path = FOLDER) -> dict[str, Row]:
     the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Row] = {}
-    for machine, target in MACHINES.items():
-        library = compile_executor(target)
-        rows[machine] = {
-            "file": file_name(library),
-            "source": source_hash(),
-            "sha256": hashlib.sha256(library).hexdigest(),
-            "target": target,
-            "ziglang": importlib.metadata.version("ziglang"),
-        }
-        (folder / rows[machine]["file"]).write_bytes(library)
-    write_manifest(folder, rows)
-    named = {row["file"] for row in rows.values()}
-    for path in folder.glob("*.so"):
-        if path.name not in named:
-            path.unlink()
+    executors, compiler = executors_in(folder), {"ziglang": importlib.metadata.version("ziglang")}
+    rows = {
+        machine: executors.add(compile_executor(target), source_hash()) | {"target": target} | compiler
+        for machine, target in MACHINES.items()
+    }
+    executors.write_manifest(rows)
     return rows
 
 

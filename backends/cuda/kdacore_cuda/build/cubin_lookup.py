@@ -1,25 +1,17 @@
-"""The cubin of a kernel, and the sizes of its launches: packaged with the wheel, else cached on disk, else
-compiled now."""
+"""The cubin of a kernel: packaged with the wheel, else cached on disk, else compiled now."""
 
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 
 from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
-from kdacore_cuda.build.cubin_contents import LaunchSizes, read_launch_sizes
 from kdacore_cuda.build.disk_cache import DiskCache
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
-from kdacore_cuda.build.packaged_cubins import find_packaged, find_packaged_sizes
+from kdacore_cuda.build.packaged_cubins import find_packaged
 
 
-def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = None) -> bytes:
-    """The cubin of ``kernel`` for the real architecture ``arch``.
-
-    Args:
-        kernel: what to load.
-        arch: for example ``sm_90a``.
-        disk: the cache to use; None: the user's.
+def load_or_compile(kernel: KernelSource, arch: str) -> bytes:
+    """The cubin of ``kernel`` for the real architecture ``arch``, such as ``sm_90a``.
 
     Raises:
         BackendBuildError: it is neither packaged nor cached, and NVRTC is missing or reports an
@@ -29,7 +21,7 @@ def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = No
     packaged = find_packaged(kernel, arch, key)
     if packaged is not None:
         return packaged
-    disk = DiskCache() if disk is None else disk
+    disk = DiskCache()
     entry = hashlib.sha256(f"{key} nvrtc {nvrtc_version()}".encode()).hexdigest()
     cached = disk.get(entry)
     if cached is not None:
@@ -37,18 +29,3 @@ def load_or_compile(kernel: KernelSource, arch: str, disk: DiskCache | None = No
     cubin = compile_kernel(kernel, arch).cubin
     disk.put(entry, cubin)
     return cubin
-
-
-@cache
-def launch_sizes(kernel: KernelSource, arch: str) -> LaunchSizes:
-    """What launches of ``kernel`` must match; looked up once per process.
-
-    Raises BackendBuildError as :func:`load_or_compile` does.
-    """
-    recorded = find_packaged_sizes(kernel, arch, source_key(kernel, arch))
-    return compiled_sizes(kernel, arch) if recorded is None else recorded
-
-
-def compiled_sizes(kernel: KernelSource, arch: str) -> LaunchSizes:
-    """:func:`launch_sizes`, from the cubin."""
-    return read_launch_sizes(load_or_compile(kernel, arch), kernel.entry)

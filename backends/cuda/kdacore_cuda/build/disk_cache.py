@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from kdacore import config, files
@@ -42,14 +41,6 @@ class DiskCache:
     def __init__(self, root: Path | None = None) -> None:
         self.root = cache_root() if root is None else root
 
-    def usable(self) -> bool:
-        """Whether the folder is writable by this user alone. Creates it when absent."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return _owned(self.root)
-        except OSError:
-            return False
-
     def _path(self, key: str) -> Path:
         return self.root / f"{key}.bin"
 
@@ -65,19 +56,13 @@ class DiskCache:
         return payload if hashlib.sha256(payload).digest() == digest else None
 
     def put(self, key: str, payload: bytes) -> bool:
-        """Store ``payload`` atomically. False when the folder is unusable or the disk is full."""
-        if not self.usable():
-            return False
+        """Store ``payload`` atomically; creates the folder. False when that is unusable or the disk is full."""
         try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not _owned(self.root):
+                return False
             files.remove_stale(self.root)
-            handle, name = tempfile.mkstemp(dir=self.root, suffix=files.TEMPORARY)
+            files.write_whole(self._path(key), hashlib.sha256(payload).digest() + payload)
         except OSError:
-            return False
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(name, self._path(key))
-        except OSError:
-            Path(name).unlink(missing_ok=True)
             return False
         return True

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from kdacore import config
@@ -103,13 +103,12 @@ def source_key(kernel: KernelSource, arch: str) -> str:
     virtual architecture."""
     source = kernel.read()
     digest = hashlib.sha256()
-    parts = (kernel.path, source, *_names_and_texts(gather_headers(source)), *nvrtc_options(kernel, arch))
+    parts = (
+        kernel.path,
+        source,
+        *chain.from_iterable(gather_headers(source).items()),
+        *nvrtc_options(kernel, arch),
+    )
     for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
-
-
-def _names_and_texts(headers: Mapping[str, str]) -> Iterable[str]:
-    for name, text in headers.items():
-        yield name
-        yield text

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kdacore import files
+from kdacore.command_types import KernelBuilder
 from kdacore_cuda.architectures import PACKAGED_ARCHS
-from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
+from kdacore_cuda.build.compiler import arch_problem, compile_kernel, nvrtc_version
 from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
-from kdacore_cuda.build.packaged_cubins import (
-    FOLDER,
-    Row,
-    file_name,
-    is_cubin_file,
-    load_row,
-    read_manifest,
-    recorded_sizes,
-    row_arch,
-    row_name,
-    write_manifest,
-)
+from kdacore_cuda.build.packaged_cubins import FOLDER, cached_rows, cubins_in, recorded_sizes, row_name
+from kdacore_cuda.build.packaged_files import MANIFEST, PackagedFiles, Row
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
+
+
+def builder() -> KernelBuilder:
+    """Compiles every packaged kernel with NVRTC."""
+    return KernelBuilder("cuda", PACKAGED_ARCHS, FOLDER, problem=arch_problem, build=build_all)
 
 
 def build_all(
@@ -50,51 +45,34 @@ def build_all(
         BackendBuildError: with the compiler's log; the manifest and its files are then unchanged.
         OSError: the folder cannot be written.
     """
-    archs = tuple(archs)
-    _check_writable(folder)
-    before, rows = read_manifest(folder), {}
+    archs, cubins = tuple(archs), cubins_in(folder)
+    files.check_writable(folder / MANIFEST)  # now rather than after minutes of compiling
+    before, rows = cubins.rows(), {}
     for arch in archs:
         for kernel in packaged_kernels(arch):
             name = row_name(kernel, arch)
-            rows[name], size, kept = _build(kernel, arch, before.get(name), folder)
+            rows[name], size, kept = _build(kernel, arch, before.get(name), cubins)
             if report is not None:
                 report(f"{name}: {size} bytes{', unchanged' if kept else ''}")
-    other_archs = {name: row for name, row in before.items() if row_arch(name) not in archs}
-    write_manifest(folder, other_archs | rows)
-    _remove_unnamed(folder, other_archs | rows)
+    other_archs = {name: row for name, row in before.items() if name.rpartition(".")[2] not in archs}
+    cubins.write_manifest(other_archs | rows)
+    cached_rows.cache_clear()
     return [folder / row["file"] for row in rows.values()]
 
 
-def _check_writable(folder: Path) -> None:
-    """OSError now rather than after minutes of compiling."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
-def _build(kernel: KernelSource, arch: str, before: Row | None, folder: Path) -> tuple[Row, int, bool]:
+def _build(
+    kernel: KernelSource, arch: str, before: Row | None, cubins: PackagedFiles
+) -> tuple[Row, int, bool]:
     """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before``
     was kept."""
     key = source_key(kernel, arch)
-    cubin = load_row(before, key, folder)
-    if before is not None and cubin is not None and "spills" in before and recorded_sizes(before):
-        return before, len(cubin), True
+    kept = cubins.read(before, key)
+    if before is not None and isinstance(kept, bytes) and "spills" in before and recorded_sizes(before):
+        return before, len(kept), True
     built = compile_kernel(kernel, arch)
-    row = {
-        "file": file_name(built.cubin),
-        "source": key,
-        "sha256": hashlib.sha256(built.cubin).hexdigest(),
+    recorded = {
         "nvrtc": nvrtc_version(),
         **built.usage()._asdict(),
         **read_launch_sizes(built.cubin, kernel.entry)._asdict(),
     }
-    (folder / row["file"]).write_bytes(built.cubin)
-    return row, len(built.cubin), False
-
-
-def _remove_unnamed(folder: Path, rows: dict[str, Row]) -> None:
-    """Remove the cubin files that no row names."""
-    named = {row["file"] for row in rows.values()}
-    for path in folder.glob("*.cubin"):
-        if is_cubin_file(path) and path.name not in named:
-            path.unlink()
+    return cubins.add(built.cubin, key) | recorded, len(built.cubin), False

@@ -4,32 +4,28 @@ a loop where it is not."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from kdacore.arrays.jax_placement import SHARED
 from kdacore.errors import UnsupportedError
 from kdacore.types import Reason, Request, TensorSpec
 from kdacore_cuda import verifiers
+from kdacore_cuda.runtime.device_figures import planned
 
-SHARED = frozenset({"A_log", "dt_bias"})
-"""Arguments that all rows of a batch have in common, and the results that are their gradients."""
 _POOLS = frozenset({"cu_seqlens", "state_indices", "write_indices", "write_pool", "checkpoint_offsets"})
 """Arguments with which a call's rows are not one after another in its arrays."""
 
-Arrays = Mapping[str, Any]
-
-
-class Run(Protocol):
-    """A call's launches on traced arrays."""
-
-    def __call__(self, request: Request, arrays: Arrays, groups: int) -> dict[str, Any]:
-        """Results by name. Those named in :data:`SHARED` begin with an axis of ``groups``: one for
-        each of so many equal parts of the batch."""
-        ...
+Arrays = dict[str, Any]
+"""Arrays by name."""
+Run = Callable[[Request, Arrays, int], Arrays]
+"""A call's launches on traced arrays: results by name, given the request, the arrays, and a number of groups. Results
+named in :data:`kdacore.arrays.jax_placement.SHARED` begin with an axis of so many: one for each of as many equal parts
+of the batch."""
 
 
 def has_pools(request: Request) -> bool:
@@ -37,25 +33,29 @@ def has_pools(request: Request) -> bool:
     return any(request.has(name) for name in _POOLS)
 
 
-def run_batched(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
+def resized(request: Request, arrays: Arrays, **sizes: Any) -> Request:
+    """The request of a call with other sizes, whose arrays are these."""
+    tensors = tuple(
+        (name, TensorSpec(tuple(arrays[name].shape), spec.dtype) if name in arrays else spec)
+        for name, spec in request.tensors
+    )
+    return dataclasses.replace(request, tensors=tensors, **sizes)
+
+
+def run_batched(run: Run, request: Request, arrays: Arrays, joins: bool = True) -> Arrays:
     """``run`` on these arrays, so that it can be mapped over by ``jax.vmap``.
 
     Who differentiates what comes back gets an UnsupportedError: gradients are joined around it, where
     there are any.
+
+    Args:
+        run: the call.
+        request: what it is asked for.
+        arrays: what it is given.
+        joins: False: always mapped over in a loop, as calls whose buffers outlive them are: the buffer of a larger
+            call would be no row of smaller ones.
     """
-    return _run_undifferentiated(_mappable(run, request, tuple(arrays), 1), request, arrays)
-
-
-def run_looped(run: Run, request: Request, arrays: Arrays) -> dict[str, Any]:
-    """As :func:`run_batched`, mapped over in a loop: for calls whose buffers outlive them, where the
-    buffer of a larger call would be no row of smaller ones."""
-    return _run_undifferentiated(_mappable(run, request, tuple(arrays), 1, joins=False), request, arrays)
-
-
-def _run_undifferentiated(
-    function: Callable[..., dict[str, Any]], request: Request, arrays: Arrays
-) -> dict[str, Any]:
-    call = jax.custom_vjp(function)
+    call = jax.custom_vjp(_mappable(run, planned(request), tuple(arrays), 1, joins))
 
     def refuse(*_: Any) -> Any:
         got, want = "a call that JAX differentiates", "no gradients, or backend='xla'"
@@ -68,24 +68,23 @@ def _run_undifferentiated(
 
 
 def _mappable(
-    run: Run, request: Request, names: tuple[str, ...], groups: int, joins: bool = True
-) -> Callable[..., dict[str, Any]]:
+    run: Run, r: Request, names: tuple[str, ...], groups: int, joins: bool
+) -> Callable[..., Arrays]:
     @custom_vmap
-    def call(*arrays: Any) -> dict[str, Any]:
-        return run(request, dict(zip(names, arrays, strict=True)), groups)
+    def call(*arrays: Any) -> Arrays:
+        return run(r, dict(zip(names, arrays, strict=True)), groups)
 
     @call.def_vmap
-    def mapped(size: int, is_mapped: list[bool], *arrays: Any) -> tuple[dict[str, Any], Any]:
-        axes = dict(zip(names, is_mapped, strict=True))
-        merged = _merged(request, size, axes) if joins else None
-        if merged is None:
+    def mapped(size: int, is_mapped: list[bool], *arrays: Any) -> tuple[Arrays, Any]:
+        given = {name: (x, on) for name, x, on in zip(names, arrays, is_mapped, strict=True)}
+        larger = r
+        if joins and not has_pools(r) and not any(on for name, (_, on) in given.items() if name in SHARED):
+            joined = {name: x if name in SHARED else _join(x, size, on) for name, (x, on) in given.items()}
+            larger = resized(r, joined, B=size * r.B, N=size * r.N)
+        if larger is r or verifiers.grid_size(larger):
             results = _loop(call, is_mapped, arrays)
         else:
-            joined = [
-                x if name in SHARED else _join(x, size, on)
-                for (name, on), x in zip(axes.items(), arrays, strict=True)
-            ]
-            found = _mappable(run, merged, names, size * groups)(*joined)
+            found = _mappable(run, larger, names, size * groups, joins)(*joined.values())
             results = {name: x.reshape(size, -1, *x.shape[1:]) for name, x in found.items()}
         return results, dict.fromkeys(results, True)
 
@@ -105,16 +104,3 @@ def _loop(call: Callable[..., Any], is_mapped: list[bool], arrays: tuple[Any, ..
         return call(*(next(remaining) if on else x for on, x in zip(is_mapped, arrays, strict=True)))
 
     return jax.lax.map(one, tuple(x for on, x in zip(is_mapped, arrays, strict=True) if on))
-
-
-def _merged(request: Request, size: int, axes: Mapping[str, bool]) -> Request | None:
-    """The request of one call in the place of ``size``; None where there is none."""
-    r = request
-    if has_pools(r) or any(on for name, on in axes.items() if name in SHARED):
-        return None
-    tensors = tuple(
-        (name, spec if name in SHARED else TensorSpec((size * spec.shape[0], *spec.shape[1:]), spec.dtype))
-        for name, spec in r.tensors
-    )
-    larger = dataclasses.replace(r, B=size * r.B, N=size * r.N, tensors=tensors)
-    return None if verifiers.grid_size(larger) else larger

@@ -24,6 +24,11 @@ def _local_devices() -> list[Any]:
         return []
 
 
+def _device(index: int) -> Any:
+    """The device with the driver's number ``index``; None where there is none."""
+    return next((d for d in _local_devices() if d.local_hardware_id == index), None)
+
+
 @cache
 def ordinal(index: int) -> int:
     """The driver's number of the device with JAX's number ``index``; they differ where several
@@ -35,8 +40,7 @@ def ordinal(index: int) -> int:
 def memory_rate(index: int) -> int:
     """Bytes a second that the memory of the device with the driver's number ``index`` delivers at most;
     0 where there is no such device."""
-    found = any(d.local_hardware_id == index for d in _local_devices())
-    return driver().memory_rate(index) if found else 0
+    return driver().memory_rate(index) if _device(index) else 0
 
 
 def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
@@ -47,11 +51,11 @@ def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
 @cache
 def multiprocessors(index: int) -> int:
     """Multiprocessors of the device with the driver's number ``index``."""
-    found = next((d for d in _local_devices() if d.local_hardware_id == index), None)
-    return ASSUMED_MULTIPROCESSORS if found is None else int(found.core_count)
+    found = _device(index)
+    return int(found.core_count) if found else ASSUMED_MULTIPROCESSORS
 
 
 def architecture(index: int) -> str:
     """That of the device with the driver's number ``index``, such as ``sm_90``; empty if there is none."""
-    found = next((d for d in _local_devices() if d.local_hardware_id == index), None)
-    return "" if found is None else f"sm_{found.compute_capability.replace('.', '')}"
+    found = _device(index)
+    return f"sm_{found.compute_capability.replace('.', '')}" if found else ""

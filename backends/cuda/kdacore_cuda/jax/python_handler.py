@@ -7,9 +7,8 @@ holds the interpreter's lock while it does, so it waits for every busy Python th
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
-from kdacore_cuda.jax.xla_interface import Handler
 from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError, PythonExecutor, damaged
 
 _P, _I64, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_int
@@ -73,14 +72,7 @@ _Create = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_ErrorArgs))
 _GetStream = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_StreamArgs))
 
 
-class _Refusal(NamedTuple):
-    """Why a call is not made: the code of XLA's error, and its text."""
-
-    code: int
-    text: str
-
-
-def make_handler(executor: PythonExecutor, has_stream: bool = True) -> Handler:
+def make_handler(executor: PythonExecutor, has_stream: bool = True) -> object:
     """A handler that launches by ``executor``. ``has_stream``: False for tests on the CPU, where
     XLA has no stream."""
 
@@ -101,15 +93,13 @@ def make_handler(executor: PythonExecutor, has_stream: bool = True) -> Handler:
                 executor.run(_program(frame.attrs), tuple(addresses), stream)
                 return None
         except ProgramError as error:
-            refusal = _Refusal(_INVALID_ARGUMENT, str(error))
+            return _error(frame, _INVALID_ARGUMENT, str(error))
         except DeviceMismatchError as error:
-            refusal = _Refusal(_FAILED_PRECONDITION, str(error))
+            return _error(frame, _FAILED_PRECONDITION, str(error))
         except BaseException as error:  # noqa: BLE001  # what passes here is printed, and the call succeeds
-            refusal = _Refusal(_INTERNAL, str(error) or repr(error))
-        return _error(frame, refusal)
+            return _error(frame, _INTERNAL, str(error) or repr(error))
 
-    callback = _Call(execute)
-    return Handler(callback, executor.add_kernel)
+    return _Call(execute)
 
 
 def _answer(frame: Any, extension: Any) -> None:
@@ -139,7 +129,6 @@ def _program(attrs: Any) -> list[int]:
     raise damaged("it has no program")
 
 
-def _error(frame: Any, refusal: _Refusal) -> int:
-    text = f"kdacore_cuda: {refusal.text}".encode()
-    args = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, text, refusal.code)
+def _error(frame: Any, code: int, text: str) -> int:
+    args = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, f"kdacore_cuda: {text}".encode(), code)
     return int(ctypes.cast(frame.api.contents.create_error, _Create)(args) or 0)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import jax.ffi
 
 from kdacore_cuda.jax import python_handler
-from kdacore_cuda.jax.xla_interface import Handler
 from kdacore_cuda.runtime import driver, executor
+from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.native_executor import NativeExecutor
 from kdacore_cuda.runtime.program import FORMAT
 
@@ -17,46 +17,40 @@ TARGET = f"kdacore_cuda.launch.{FORMAT}"
 """What XLA knows the handler by. The number is the format of the programs that it is given."""
 
 
-def native_handler(native: NativeExecutor, entry: str = "kdacore_ffi_execute") -> Handler:
-    """The handler in the library of the native executor."""
-    return Handler(getattr(native.library, entry), native.add_kernel)
-
-
-def load() -> Handler:
-    """The handler of this process, by its executor.
-
-    Raises OSError where there is no driver.
-    """
-    here = executor.executor()
+def handler_of(here: Executor) -> object:
+    """The handler that launches by an executor, as ``jax.ffi.pycapsule`` takes it; that of the native one is in its
+    library."""
     if isinstance(here, NativeExecutor):
-        return native_handler(here)
+        return here.library.kdacore_ffi_execute
     return python_handler.make_handler(here)
 
 
 _lock = threading.Lock()
-_registered: list[Handler] = []
+_registered: list[object] = []
+"""XLA holds no reference to the handler."""
 
 
-def register() -> Handler:
-    """The handler, registered with XLA at the first call.
+def register() -> Executor:
+    """The executor of this process, whose handler is registered with XLA at the first call.
 
     Raises OSError where there is no driver.
     """
     with _lock:
+        here = executor.executor()
         if not _registered:
-            handler = load()
-            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.execute), platform="CUDA")
+            handler = handler_of(here)
+            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
             _registered.append(handler)
-    return _registered[0]
+    return here
 
 
 def add_kernels(cubins: Mapping[int, bytes]) -> None:
-    """Make these cubins known to the handler, by id.
+    """Make these cubins known to the executor, by id.
 
-    Without a driver nothing can run here, and the call is being exported: the handler of the process
+    Without a driver nothing can run here, and the call is being exported: the executor of the process
     that runs it takes them from its own package.
     """
     if driver.has_library():
-        handler = register()
+        here = register()
         for identity, cubin in cubins.items():
-            handler.add_kernel(identity, cubin)
+            here.add_kernel(identity, cubin)

@@ -114,6 +114,8 @@ class Program:
         check_order(entries, one_segment=one_segment)
         self._formats: dict[str, str] = {}
         """Of the numbers that steps take, by name."""
+        self._in_both_widths: set[str] = set()
+        """Those that 32-bit fields hold, and something of 64 bits too."""
         self._places = {
             x.name: self._places_of(x, {*arrays, *numbers}) for x in self.steps if isinstance(x, Launch)
         }
@@ -135,6 +137,7 @@ class Program:
         found = self._formats.setdefault(name, text)
         if {found, text} == {_INT32, _INT64}:
             self._formats[name] = _INT64
+            self._in_both_widths.add(name)
         elif found != text:
             raise ValueError(f"{of}: {name} is a float32 here and an integer elsewhere")
 
@@ -153,6 +156,8 @@ class Program:
             elif value != field or field in known:
                 name, offset = (value, None) if isinstance(value, str) else value
                 text, width = _FORMATS[kind]
+                if width < 8 and (offset is not None or name in self.arrays):
+                    raise ValueError(f"{step.name}: {field} has {8 * width} bits, an address has 64")
                 self._note(name, text, known, step.name)
                 if offset is not None:
                     self._note(offset, _INT64, known, step.name)
@@ -161,7 +166,10 @@ class Program:
 
     def pack_numbers(self, given: Mapping[str, float]) -> bytes:
         """The numbers of a call, for :data:`Start`. KeyError where one is missing, struct.error where one is too large
-        for its fields: for 32 bits where they all have that many."""
+        for one of its fields: an executor writes the lower bits alone."""
+        for name in self._in_both_widths:
+            if not -(2**31) <= given[name] < 2**31:
+                raise struct.error(f"{name}: {given[name]} is too large for a field of 32 bits that holds it")
         return self._pack_numbers(*self._take_numbers(given))
 
     def words(

@@ -8,26 +8,21 @@ tokens is refused. Inside ``shard_map`` the caller has split the arrays already.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
+from jax.sharding import AxisType, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import partitioned
+from kdacore.arrays.jax_placement import axes_of, divided, moved, part_of, place_of
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.placement import part_of, place_of, spec_of
 
 Array = Any
 Run = Callable[[Request, dict[str, Array]], dict[str, Array]]
 """A call on arrays by name, with results by name."""
 
-_SUMMED = ("A_log", "dt_bias")
-"""What all sequences share."""
 _STARTS = "starts"
 """``[B, NC, HV, V, K]``: the states that chunks start from, of a forward that keeps them."""
 
@@ -40,11 +35,11 @@ def split_forward(
 ) -> Outputs:
     """``run(request, inputs)``, split over devices as its arrays are. ``keep_starts``: what it saves is the chunks'
     start states; else what it saves is dropped."""
-    wanted = {"o": 4}
+    wanted = ["o"]
     if request.output_final_state or request.inplace_state:
-        wanted["final_state"] = 4
+        wanted.append("final_state")
     if keep_starts:
-        wanted[_STARTS] = 5
+        wanted.append(_STARTS)
 
     def call(request: Request, arrays: dict[str, Array]) -> dict[str, Array]:
         out = run(request, type(inputs)(**arrays))
@@ -68,7 +63,7 @@ def split_backward(
     arrays = {n: x for n, x in inputs._asdict().items() if x is not None}
     given = {n: x for n, x in grads._asdict().items() if x is not None}
     given |= {_STARTS: saved[0]} if saved else {}
-    wanted = {n: arrays[n].ndim for n in InputGrads._fields if n in arrays}
+    wanted = [n for n in InputGrads._fields if n in arrays]
 
     def call(request: Request, arrays: dict[str, Array]) -> dict[str, Array]:
         own = OutputGrads(*(arrays.get(n) for n in OutputGrads._fields))
@@ -79,8 +74,8 @@ def split_backward(
     return InputGrads(**_split(call, request, arrays | given, wanted))
 
 
-def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[str, int]) -> dict[str, Array]:
-    """``run(request, arrays)`` as one operation that XLA may partition. ``results``: dimensions by name."""
+def _split(run: Run, request: Request, arrays: dict[str, Array], results: list[str]) -> dict[str, Array]:
+    """``run(request, arrays)`` as one operation that XLA may partition. ``results``: their names."""
     if AxisType.Manual in get_abstract_mesh().axis_types:
         return run(request, arrays)
     names = tuple(arrays)
@@ -89,40 +84,28 @@ def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[s
         found = run(request, dict(zip(names, values, strict=True)))
         return tuple(found[n] for n in results)
 
-    def partition(mesh: Any, given: Any, _: Any) -> Any:
-        mesh, operands = partitioned(request.op, mesh, dict(zip(names, given, strict=True)))
-        q = operands["q"].sharding
+    def axes(name: str, ndim: int, is_result: bool) -> str:
+        if name == _STARTS:
+            return f"b chunks {axes('A_log', 1, False)} w k"
+        found = axes_of(request, name, ndim, batch_is_whole=request.packed or _pooled(request))
+        return moved(found) if is_result or name in OutputGrads._fields else found
+
+    def part(mesh: Any, operands: dict[str, Array], made: Any) -> Any:
+        mesh, known = partitioned(request.op, mesh, operands)
+        q = known["q"].sharding
         place = place_of(q, request.B, request.H, batch_is_whole=_pooled(request))
-        part = part_of(request, place.rows, place.parts)
+        mine = part_of(request, place.rows, place.parts)
 
         def local(*values: Array) -> tuple[Array, ...]:
-            found = run(part, dict(zip(names, values, strict=True)))
-            if place.batch is not None:
-                found |= {n: lax.psum(found[n], place.batch) for n in _SUMMED if n in found}
+            found = run(mine, dict(zip(names, values, strict=True)))
             return tuple(found[n] for n in results)
 
-        def sharding(name: str, ndim: int) -> NamedSharding:
-            return NamedSharding(mesh, spec_of(_axes(request, name, ndim), place))
+        return mesh, place, local
 
-        into = tuple(sharding(n, len(x.shape)) for n, x in zip(names, given, strict=True))
-        return mesh, local, tuple(sharding(n, ndim) for n, ndim in results.items()), into
-
-    divided = custom_partitioning(whole)
-    rule = [_axes(request, n, x.ndim) for n, x in arrays.items()]
-    made = [_axes(request, n, ndim) for n, ndim in results.items()]
-    # A split along the tokens of results, or of gradients that are given, concerns no argument: XLA moves these arrays.
-    rule = [_moved(axes) if n in OutputGrads._fields else axes for n, axes in zip(arrays, rule, strict=True)]
-    made = [_moved(axes) for axes in made]
-    factors = dict.fromkeys(re.findall(r"\w+", " ".join((*rule, *made))))  # XLA wants them in this order
-    divisible = ("t", "h", "r") if _pooled(request) else ("b", "t", "h", "r")
-    divided.def_partition(
-        partition=partition,
-        sharding_rule=f"{', '.join(rule)} -> {', '.join(made)}",
-        need_replication_factors=tuple(f for f in factors if f not in divisible),
-        **({"r": request.HV // request.H} if _value_heads(request) == "(h r)" else {}),
-    )
+    free = ("t", "h", "r") if _pooled(request) else ("b", "t", "h", "r")
+    operation = divided(request, whole, names, results, axes, free, part)
     # A partitioned operation has no rule for vmap.
-    function = custom_vmap(divided)
+    function = custom_vmap(operation)
 
     @function.def_vmap
     def mapped(size: int, batched: list[bool], *values: Array) -> Any:
@@ -135,39 +118,3 @@ def _split(run: Run, request: Request, arrays: dict[str, Array], results: dict[s
 def _pooled(request: Request) -> bool:
     """Whether sequences find their states by number: then none may be taken from the others."""
     return bool(request.pool_size or request.write_pool_size or request.inplace_state)
-
-
-def _value_heads(request: Request) -> str:
-    """The axis of value heads. XLA takes no product of axes of which one has size 1."""
-    if request.HV == request.H:
-        return "h"
-    return "r" if request.H == 1 else "(h r)"
-
-
-def _axes(request: Request, name: str, ndim: int) -> str:
-    """The axes of an array: ``b`` batch, ``t`` tokens, ``h`` q/k heads and ``r`` value heads of each, ``k`` and ``w``
-    channels of keys and of values. Axes that have nothing in common with other arrays' are named after the array."""
-    heads = _value_heads(request)
-    rows = f"{name}_rows" if request.packed or _pooled(request) else "b"
-    state = f"{rows} {heads} w k" if request.state_v_first else f"{rows} {heads} k w"
-    bias = f"({heads.strip('()')} k)" if ndim == 1 else f"{heads} k"
-    known = {
-        "q": "b t h k",
-        "k": "b t h k",
-        "v": f"b t {heads} w",
-        "o": f"b t {heads} w",
-        "g": f"b t {heads}" if request.scalar_gate else f"b t {heads} k",
-        "beta": f"b t {heads}",
-        "A_log": heads,
-        "dt_bias": heads if request.scalar_gate else bias,
-        "initial_state": state,
-        "write_pool": state,
-        "final_state": state,
-        _STARTS: f"b chunks {heads} w k",
-    }
-    return known.get(name) or " ".join(f"{name}_{n}" for n in range(ndim))
-
-
-def _moved(axes: str) -> str:
-    """These axes, the tokens ``t`` by another name."""
-    return " ".join("moved_t" if axis == "t" else axis for axis in axes.split(" "))

@@ -11,28 +11,23 @@ would be without this.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import Mesh, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import on_known_mesh
+from kdacore.arrays.jax_placement import Place, divided, part_of, place_of
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.placement import part_of, place_of, spec_of
-from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole, open_sizes
+from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole
 
 Array = Any
 Arrays = dict[str, Array]
 Run = Callable[[Request, Arrays], Arrays]
 """A call on arrays by name, with results by name."""
-_SHARED = ("A_log", "dt_bias")
-"""What all sequences have in common."""
 _SAVED = "saved_"
 """How the names of the arrays that the forward saves begin."""
 _CONSTANT = "constant_"
@@ -94,19 +89,11 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
         at = len(arrays)
         return tuple(jax.core.eval_jaxpr(traced.jaxpr, values[at:], *values[:at]))
 
-    def rule(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-        given = [axes_of(request, n, x.rank) for n, x in zip(names, operands, strict=True)]
-        found = [axes_of(request, n, x.rank) for n, x in zip(results, made, strict=True)]
-        text = f"{', '.join(given)} -> {', '.join(found)}"
-        factors = dict.fromkeys(re.findall(r"\w+", text))  # XLA wants them in this order
-        held = tuple(f for f in factors if f not in ("b", "h"))
-        return text, {"need_replication_factors": held} | open_sizes(request, text)
-
-    def partition(mesh: Mesh, operands: Sequence[Any], made: Sequence[Any]) -> Any:
-        mesh, known = on_known_mesh(mesh, dict(zip(names, operands, strict=True)))
+    def part(mesh: Mesh, operands: Arrays, made: Sequence[Any]) -> tuple[Mesh, Place, Any]:
+        mesh, known = on_known_mesh(mesh, operands)
         q = known["q"].sharding
         place = place_of(q, request.B, request.H, batch_is_whole=batch_is_whole(request))
-        part = part_of(request, place.rows, place.parts)
+        mine = part_of(request, place.rows, place.parts)
 
         def local(*values: Array) -> tuple[Array, ...]:
             # What the forward saves in programs for several devices is never read, so XLA removes it: its layout is
@@ -114,29 +101,23 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
             own = {
                 n: x for n, x in zip(names, values, strict=True) if n in arrays and not n.startswith(_SAVED)
             }
-            found = run(part, own)
-            if place.batch is not None:
-                found |= {n: lax.psum(found[n], place.batch) for n in _SHARED if n in found}
+            found = run(mine, own)
             unread = {n: jnp.zeros(x.shape, x.dtype) for n, x in zip(results, made, strict=True)}
             return tuple(unread[n] if n.startswith(_SAVED) else found[n] for n in results)
 
-        def shardings(named: Sequence[str], shapes: Sequence[Any]) -> tuple[NamedSharding, ...]:
-            specs = (
-                spec_of(axes_of(request, n, len(x.shape)), place) for n, x in zip(named, shapes, strict=True)
-            )
-            return tuple(NamedSharding(mesh, spec) for spec in specs)
+        return mesh, place, local
 
-        return mesh, local, shardings(results, made), shardings(names, operands)
+    def axes(name: str, ndim: int, is_result: bool) -> str:
+        return axes_of(request, name, ndim)
 
-    divided = custom_partitioning(closed)
-    divided.def_partition(partition=partition, sharding_rule=rule)
-    found = _with_whole_derivatives(divided, closed)(*arrays.values(), *constants.values())
+    split = divided(request, closed, names, results, axes, ("b", "h"), part)
+    found = _with_whole_derivatives(split, closed)(*arrays.values(), *constants.values())
     return dict(zip(results, found, strict=True))
 
 
-def _with_whole_derivatives(divided: Callable[..., Any], whole: Callable[..., Any]) -> Any:
-    """``divided``, which JAX can neither map nor differentiate, with the batches and derivatives of ``whole``."""
-    mapped = custom_vmap(divided)
+def _with_whole_derivatives(split: Callable[..., Any], whole: Callable[..., Any]) -> Any:
+    """``split``, which JAX can neither map nor differentiate, with the batches and derivatives of ``whole``."""
+    mapped = custom_vmap(split)
 
     @mapped.def_vmap
     def batches(size: int, batched: list[bool], *values: Array) -> Any:

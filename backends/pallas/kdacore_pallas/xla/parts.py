@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kdacore.arrays.jax_placement import first_of_each, part_of
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request
-from kdacore_pallas.placement import first_of_each, part_of
 from kdacore_pallas.xla import chunk_backward, chunk_forward
 from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole
 from kdacore_pallas.xla.numerics import mesh_axes, varying

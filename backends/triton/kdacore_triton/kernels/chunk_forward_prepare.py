@@ -47,6 +47,7 @@ def load_gate(g, row, inside, d, K: tl.constexpr, FAMILY: tl.constexpr, GATE: tl
 
 @triton.jit
 def load_rows(x, row, inside, d, K: tl.constexpr):
+    """The channels ``d`` of rows at the offsets ``row``, in the dtype of x; 0 past the end and past K."""
     return tl.load(x + row[:, None] + d[None, :], mask=inside[:, None] & (d < K)[None, :], other=0.0)
 
 

@@ -1,0 +1,102 @@
+"""Gradients of ``chunk_kda`` on JAX arrays: the launches of the torch calls, made by XLA's programs through the
+handler."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from kdacore.arrays.jax_meshes import summed_like
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda.forms.backward.launches import launches_of
+from kdacore_cuda.forms.chunk_numbers import chunk_slots
+from kdacore_cuda.forms.launches import TOKENS, Launches
+from kdacore_cuda.jax.batching import Arrays, run_batched
+from kdacore_cuda.jax.launch import form_of, given_arrays, make_launches
+from kdacore_cuda.jax.partitioning import run_partitioned
+from kdacore_cuda.kernel_parameters import SUM_SCALE
+
+
+def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
+    """Gradients of ``chunk_kda`` with respect to every differentiable input, on traced arrays.
+
+    Arguments, results and errors as of :func:`kdacore_cuda.forms.backward.gradients.backward`. A gradient of an
+    array that is the same on all devices of a ``shard_map`` axis is the sum over it.
+    """
+    arrays = given_arrays(request, inputs)
+    arrays["d_o"] = jnp.zeros_like(inputs.v) if grads.o is None else grads.o
+    if grads.final_state is not None:
+        arrays["d_ht"] = grads.final_state
+    return as_of_inputs(run_batched(partial(run_partitioned, _run), request, arrays), inputs)
+
+
+def _run(r: Request, arrays: Arrays, groups: int) -> Arrays:
+    """Two calls of the handler, so that the memory of the first can become gradients."""
+    made = launches_of(r, wanted_of(r), sums_to_caller=groups > 1)
+    initial = arrays.get("initial_state")
+    states = {} if initial is None else {"d_h0": form_of(initial)}
+    before = make_launches(r, made.first, arrays, states)
+    gradients = gradients_behind_scan(r, made.second, arrays | {"both": before["both"]}, groups)
+    return gradients if initial is None else gradients | {"initial_state": before["d_h0"]}
+
+
+def wanted_of(r: Request) -> InputGrads:
+    """The gradients of all that a call has."""
+    return InputGrads(*[r.has(name) for name in InputGrads._fields])
+
+
+_TOKENS = {x: f"d{x}" for x in TOKENS}
+"""Argument -> the array of its gradient."""
+_SUMS = {"A_log": "d_A", "dt_bias": "d_bias"}
+"""The same of arguments that all rows have in common."""
+_PARTS = {"A_log": "dA_part", "dt_bias": "dbias_part"}
+"""Argument -> the float32 sums over each chunk, whose sum is its gradient."""
+
+
+def gradients_behind_scan(r: Request, launches: Launches, arrays: Arrays, groups: int) -> Arrays:
+    """The second group of a backward's launches.
+
+    Args:
+        r: the call.
+        launches: those, with sums left to the caller if there are several groups.
+        arrays: those of the call, ``d_o`` and ``both``.
+        groups: as of :class:`kdacore_cuda.jax.batching.Run`.
+
+    Returns:
+        By name of the argument, the gradient of each but the initial state.
+    """
+    shared = [x for x in _SUMS if x in arrays]
+    names = _TOKENS | {x: _SUMS[x] if groups == 1 else _PARTS[x] for x in shared}
+    results = {name: form_of(arrays[x]) for x, name in names.items()}
+    cleared = []
+    if groups > 1:  # a sum for each group, by XLA, of what the gradients kernel leaves for each chunk
+        results |= {_PARTS[x]: ((chunk_slots(r), arrays[x].size), "float32") for x in shared}
+        cleared = [_PARTS[x] for x in shared if r.packed]
+    # The gradients kernel leaves sums in `both`.
+    made = make_launches(r, launches, arrays, results, {"both, written": "both"}, cleared)
+    gradients = {x: made[name] for x, name in names.items()}
+    for x in shared:
+        if groups == 1:
+            gradients[x] = gradients[x][None]
+        else:
+            sums = gradients[x].reshape(groups, -1, arrays[x].size).sum(1) / SUM_SCALE
+            dtype = arrays[x].dtype
+            gradients[x] = saturated(sums.reshape(groups, *arrays[x].shape), dtype).astype(dtype)
+    return gradients
+
+
+def as_of_inputs(found: Arrays, inputs: ChunkInputs) -> InputGrads:
+    """Gradients in the shapes and dtypes of their inputs, None where there is none; each summed over the mesh axes over
+    which its input is the same."""
+    if inputs.g.dtype == jnp.float16:
+        found["g"] = saturated(found["g"], jnp.float16)
+    given = ((found.get(x), getattr(inputs, x)) for x in InputGrads._fields)
+    return InputGrads(*(None if d is None else summed_like(d.reshape(x.shape), x) for d, x in given))
+
+
+def saturated(x: Any, dtype: Any) -> Any:
+    """``x`` cut off at the largest numbers of a dtype."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest)

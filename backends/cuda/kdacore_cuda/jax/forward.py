@@ -1,0 +1,77 @@
+"""Every op on JAX arrays: the launches of the torch calls, made by XLA's programs through the handler."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kdacore.types import (
+    ChunkInputs,
+    IntraInputs,
+    IntraOutputs,
+    Outputs,
+    RecomputeInputs,
+    RecomputeOutputs,
+    RecurrentInputs,
+    Request,
+)
+from kdacore_cuda.forms import chunk_launches
+from kdacore_cuda.forms.recurrent import launches as recurrent_launches
+from kdacore_cuda.forms.stages import launches as stage_launches
+from kdacore_cuda.jax.batching import Arrays, run_batched
+from kdacore_cuda.jax.launch import Form, given_arrays, make_launches
+from kdacore_cuda.jax.partitioning import run_partitioned
+
+
+def forward(request: Request, inputs: ChunkInputs | RecurrentInputs) -> Outputs:
+    """``chunk_kda``, ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` on traced arrays of CUDA devices.
+
+    Args:
+        request: as of :func:`kdacore_cuda.forms.chunk_forward.forward` or
+            :func:`kdacore_cuda.forms.recurrent.forward.forward`.
+        inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` or
+            :class:`kdacore.types.RecurrentInputs` says.
+
+    Returns:
+        As that function; where states are written in place, the pool as it then is.
+
+    Raises:
+        BackendBuildError: a kernel had to be compiled and could not be.
+    """
+    found = run_batched(partial(run_partitioned, _run), request, given_arrays(request, inputs))
+    final = found.get("final_state") if request.output_final_state else None
+    return Outputs(found["o"], final, found.get("checkpoints"))
+
+
+def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
+    """As :func:`kdacore_cuda.forms.stages.forward.chunk_intra`, on traced arrays."""
+    return IntraOutputs(**run_batched(_run_stage, request, given_arrays(request, inputs)))
+
+
+def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
+    """As :func:`kdacore_cuda.forms.stages.forward.recompute_w_u`, on traced arrays."""
+    return RecomputeOutputs(**run_batched(_run_stage, request, given_arrays(request, inputs)))
+
+
+def _run(r: Request, arrays: Arrays, groups: int) -> Arrays:
+    form = chunk_launches if r.op == "chunk_kda" else recurrent_launches
+    results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
+    in_place = {"final_state": r.written_pool} if r.inplace_state else {}
+    if r.output_final_state and not in_place:
+        results["final_state"] = r.state_shape, r.state_dtype
+    cleared = []
+    if r.checkpoint_every:
+        results["checkpoints"] = r.checkpoint_shape, r.state_dtype
+        if r.packed or r.pool_size:  # no kernel writes the unused rows
+            cleared.append("checkpoints")
+    found = make_launches(r, form.launches_of(r), arrays, results, in_place, cleared)
+    return {name: found[name] for name in (*results, *in_place)}
+
+
+def _run_stage(r: Request, arrays: Arrays, groups: int) -> Arrays:
+    widths = {"Aqk": r.chunk_size, "Akk": r.chunk_size, "w": r.K, "u": r.V, "kg": r.K, "qg": r.K}
+    results: dict[str, Form] = {
+        name: ((r.B, r.T, r.HV, widths[name]), r.dtype)
+        for name in stage_launches.ARRAYS[r.op].results
+        if name != "qg" or "q" in arrays
+    }
+    return make_launches(r, stage_launches.launches_of(r), arrays, results)

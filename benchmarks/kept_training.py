@@ -79,8 +79,8 @@ def steps_of(plain: Request, kept: Request, inputs: ChunkInputs, grads: OutputGr
     alone: dict[str, Step] = {}
     for n in (1, 2):
         with (
-            mock.patch.object(forward_launches, "one_way_warpgroups", lambda *given, n=n: n),
-            mock.patch.object(backward_launches, "one_way_warpgroups", lambda *given, n=n: n),
+            mock.patch.object(forward_launches, "walk_warpgroups", lambda *given, n=n: n),
+            mock.patch.object(backward_launches, "walk_warpgroups", lambda *given, n=n: n),
         ):
             forward = forward_launches.launches_of(kept)
             reverse = backward_launches.launches_of(kept, wanted, "operands").first

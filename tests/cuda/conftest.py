@@ -44,13 +44,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def start_of(program: Program, arch: str, index: int) -> Any:
         def start(stream: int, values: bytes) -> None:
             for step, grid, packed in launches_of(program, values):
-                kernel = step.launcher.kernel
+                kernel, (threads, shared) = step.kernel.source, step.kernel.block(arch)
                 launched.append(kernel.name)
                 emulator.run(
-                    *(kernel, step.launcher.params, step.launcher.params.packer.unpack(packed)),
+                    *(kernel, step.kernel.params, step.kernel.params.packer.unpack(packed)),
                     grid=grid,
-                    threads=step.launcher.threads,
-                    shared=step.launcher.shared,
+                    threads=threads,
+                    shared=shared,
                     cluster=dict(kernel.defines).get("CLUSTER", 1),
                 )
                 guards.check(kernel.name)
@@ -67,7 +67,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)
+    monkeypatch.setattr(torch_launch, "clusters_at_once", lambda kernel, arch, index: 0)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: 3.35e12)  # an H100's
     monkeypatch.setattr(torch_launch, "architecture", lambda index: "sm_90")
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there

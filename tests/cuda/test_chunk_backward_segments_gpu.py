@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 2)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: 2)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.growing(1, 3, 2, 2, 3))
 
 

@@ -503,7 +503,7 @@ def test_many_short_sequences_have_a_kernel_of_their_own(
     def many_short(inputs: ChunkInputs, **options: Any) -> int:
         made = launches_of("fused", request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
         (step,) = made.program.steps
-        return dict(step.launcher.kernel.defines)["MANY_SHORT"]
+        return dict(step.kernel.source.defines)["MANY_SHORT"]
 
     assert many_short(draw(16, 128)) == 1
     assert many_short(draw(16, 129)) == 0

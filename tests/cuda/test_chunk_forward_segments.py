@@ -32,6 +32,7 @@ from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.runtime import device_figures, driver, torch_launch
+from kdacore_cuda.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -602,7 +603,7 @@ def test_the_benchmark_cuts_segments_as_it_is_told(
         chunk_forward_segments_kernels.output_kernel(2, paired=True),
     ],
 )
-def test_products_overlap(kernel: chunk_forward_segments_kernels.SegmentsKernel) -> None:
+def test_products_overlap(kernel: Kernel) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
     log = compile_kernel(kernel.source, "sm_90a").log
     assert "serialized" not in log

@@ -43,7 +43,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing would have others."""
     monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 3)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: 3)
     cut_in(monkeypatch, SegmentLengths.uniform(2))
 
 

@@ -64,11 +64,11 @@ def test_parameters_are_those_of_the_plan(either_handler: Device) -> None:
     launches = fused.launches_of(dataclasses.replace(request, kind="jax", device=HOPPER))
     (step,) = launches.program.steps
     assert isinstance(step, Launch)
-    launcher, numbers = step.launcher, launches.numbers
+    kernel, numbers = step.kernel, launches.numbers
     assert (launched.grid, launched.threads, launched.shared) == (
-        *(numbers["blocks"], launcher.threads, launcher.shared),
+        *(numbers["blocks"], *kernel.block("sm_90a")),
     )
-    assert launched.kernel is launcher.kernel and launched.overlaps
+    assert launched.kernel is kernel.source and launched.overlaps
     got = dict(zip((name for name, _ in CHUNK_FORWARD.fields), launched.values, strict=True))
     want = {name: numbers[name] for name, kind in CHUNK_FORWARD.fields if kind != "ptr" and name != "launch"}
     assert {n: got[n] for n in want} == {n: pytest.approx(x) for n, x in want.items()}

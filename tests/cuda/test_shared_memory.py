@@ -25,7 +25,7 @@ from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 
 ROWS = read_manifest()
 PACKAGED = [(kernel, arch) for arch in PACKAGED_ARCHS for kernel in packaged_kernels(arch)]
-KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
+KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
 
 
 def sizes_of(kernel: KernelSource, arch: str) -> LaunchSizes:
@@ -104,7 +104,7 @@ def test_a_size_that_is_off_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_kernels_with_blocks_of_two_kinds() -> None:
-    kernel = hopper_recompute_kernel(False, True)
+    kernel = hopper_recompute_kernel(False, True).source
     whole, half = shared_bytes_of_each(kernel)
     assert whole > half > 0
     with pytest.raises(ValueError, match="too many values"):
@@ -114,12 +114,12 @@ def test_kernels_with_blocks_of_two_kinds() -> None:
 @pytest.mark.quick
 def test_sizes_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel that is not packaged: its cubin is found, or compiled, once."""
-    kernel = KernelSource(sums_kernel().path, "sums", (("THREADS", 512), ("NEVER_PACKAGED", 1)))
+    kernel = KernelSource(sums_kernel().source.path, "sums", (("THREADS", 512), ("NEVER_PACKAGED", 1)))
     compiled: list[KernelSource] = []
 
     def load(wanted: KernelSource, arch: str) -> bytes:
         compiled.append(wanted)
-        return cubin_of(sums_kernel(), HOPPER)
+        return cubin_of(sums_kernel().source, HOPPER)
 
     monkeypatch.setattr(cubin_lookup, "load_or_compile", load)
     assert [shared_bytes(kernel) for _ in range(3)] == [4 * 512] * 3

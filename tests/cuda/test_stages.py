@@ -272,7 +272,7 @@ def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120"])
 @pytest.mark.parametrize(
     "kernel",
-    [intra_kernel(128, False), recompute_kernel(128, 128, True)],
+    [intra_kernel(128, False).source, recompute_kernel(128, 128, True).source],
     ids=["intra", "recompute"],
 )
 def test_kernels_compile_without_spills(kernel: KernelSource, arch: str) -> None:

@@ -15,7 +15,7 @@ from kdacore_cuda.architectures import build_arch
 if TYPE_CHECKING:
     from kdacore_cuda.jax import devices as jax_devices
     from kdacore_cuda.runtime import torch_launch
-    from kdacore_cuda.runtime.launcher import Launcher
+    from kdacore_cuda.runtime.kernel import Kernel
 else:
     jax_devices = lazy_module("kdacore_cuda.jax.devices")
     torch_launch = lazy_module("kdacore_cuda.runtime.torch_launch")
@@ -40,14 +40,14 @@ def memory_rate_of(request: Request) -> int:
     return int(_library(request.kind).memory_rate(request.device.index))
 
 
-def clusters_at_once(request: Request, launcher: Launcher, arch: str) -> int:
+def clusters_at_once(request: Request, kernel: Kernel, arch: str) -> int:
     """How many of a kernel's clusters run at once on a request's device, in the context that was current when it was
     first asked; 0 if there is no driver to ask, as for JAX's programs. Other contexts use the same plans: right
     with any number, as clusters that wait for others draw tickets.
 
     Raises BackendBuildError or DriverError.
     """
-    return int(_library(request.kind).clusters_at_once(launcher, arch, request.device.index))
+    return int(_library(request.kind).clusters_at_once(kernel, arch, request.device.index))
 
 
 def multiprocessors_of(request: Request) -> int:

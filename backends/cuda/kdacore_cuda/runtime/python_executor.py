@@ -15,7 +15,6 @@ import numpy as np
 from kdacore_cuda.build.packaged_cubins import FOLDER
 from kdacore_cuda.runtime import program as programs
 from kdacore_cuda.runtime.driver import Driver, launch_attribute, launch_config
-from kdacore_cuda.runtime.launcher import STATIC_SHARED
 
 NUMBERS = count(secrets.randbits(62))
 """A different number for every call, which uninitialised memory does not hold by chance. Flags in device memory count
@@ -23,6 +22,8 @@ as raised when they hold it."""
 _ARGUMENTS, _NUMBERS, _OWN, _STEPS = slice(3, 6), 5, 6, 7
 """Places in the header."""
 _MOST_BLOCKS = 2**31 - 1
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory a kernel may use without raising its limit."""
 
 
 class ProgramError(ValueError):

@@ -20,29 +20,31 @@ from typing import NamedTuple
 from kdacore.types import InputGrads, Request
 from kdacore_cuda.choice import finishes_as_whole
 from kdacore_cuda.forms.backward import launches as whole_backward
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, launcher, prepare_kernel
+from kdacore_cuda.forms.backward.kernels import prepare_kernel, segment_scan_kernel, walk_warpgroups
 from kdacore_cuda.forms.backward.segments import workspace_bytes
-from kdacore_cuda.forms.backward.segments_kernels import segment_scan_kernel, walk_warpgroups
 from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.launches import TOKENS, Launches
 from kdacore_cuda.forms.segments.kernels import output_blocks, output_kernel, segments_prepare_kernel
-from kdacore_cuda.forms.segments.launches import segments_launcher
 from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
-from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, SegmentLengths, chain_blocks
+from kdacore_cuda.forms.segments.sizes import (
+    CHUNK_OPERANDS_BYTES,
+    SegmentLengths,
+    chain_blocks,
+    slice_segment_chunks,
+)
 from kdacore_cuda.forms.slices.kernels import (
     chain_kernel,
-    chunks_per_segment,
     maps_kernel,
     segment_maps_kernel,
     slice_gradient_kernel,
     starts_kernel,
     transition_kernel,
 )
-from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES, SEGMENT_LENGTHS, TRANSITION
+from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES, SEGMENT_LENGTHS
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
 GIVEN = (*TOKENS, "A_log", "dt_bias", "cu_seqlens")
@@ -106,7 +108,7 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
 def _segments(r: Request, multiprocessors: int) -> tuple[int, int]:
     """Chunks in a segment; segments of one value head, unused slots of a pack included."""
     NT = -(-r.T // CHUNK)
-    segment = chunks_per_segment(NT, r.B * r.HV, multiprocessors)
+    segment = slice_segment_chunks(NT, r.B * r.HV, multiprocessors)
     return segment, r.T // (CHUNK * segment) + r.N if r.packed else r.N * -(-NT // segment)
 
 
@@ -127,16 +129,15 @@ _SEGMENT_FIELDS: dict[str, Value] = {
 def _begin_program(
     float_gate: bool, bounded: bool, as_whole: bool, blocks: int, numbers: tuple[str, ...]
 ) -> Program:
-    prepare = launcher(segments_prepare_kernel(float_gate, bounded, as_whole))
+    prepare = segments_prepare_kernel(float_gate, bounded, as_whole)
     no_lengths = dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
-    transition = transition_kernel(blocks)
     fields = _SEGMENT_FIELDS | {"ht": NOTHING, "ckpt": NOTHING}
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"last": "workspace", **no_lengths}),
-        Launch("maps", segments_launcher(maps_kernel(as_whole)), "map_blocks", fields),
+        Launch("maps", maps_kernel(as_whole), "map_blocks", fields),
         Launch(
             "transition",
-            Launcher(transition.source, TRANSITION, transition.threads, transition.shared),
+            transition_kernel(blocks),
             "transition_blocks",
             {"addends": ("workspace", "addends_at"), "maps": "saved"},
         ),
@@ -147,9 +148,9 @@ def _begin_program(
 @cache
 def _finish_program(start_blocks: int, outputs: int, numbers: tuple[str, ...]) -> Program:
     fields = _SEGMENT_FIELDS | {"h0": "starts", "starts": ("saved", "starts_at")}
-    steps = [Launch("output", segments_launcher(output_kernel(outputs)), "output_blocks", fields)]
+    steps = [Launch("output", output_kernel(outputs), "output_blocks", fields)]
     if start_blocks:
-        starts = segments_launcher(starts_kernel(start_blocks))
+        starts = starts_kernel(start_blocks)
         steps.insert(0, Launch("starts", starts, "start_blocks", fields))
     return Program(steps, FINISH_ARRAYS, numbers, one_segment=not start_blocks)
 
@@ -253,7 +254,7 @@ _WITH_ENDS = frozenset({"slice_gradient", "chain", "scan"})
 
 @cache
 def _backward_program(
-    launches: tuple[tuple[str, ChunkBackwardKernel], ...],
+    launches: tuple[tuple[str, Kernel], ...],
     d_end: str,
     d_start: str,
     saved: bool,
@@ -272,7 +273,7 @@ def _backward_program(
     steps = [
         Launch(
             name,
-            launcher(kernel),
+            kernel,
             f"{name}_blocks",
             fields | {"d_ht": d_end, "d_h0": d_start} if name in _WITH_ENDS else fields,
         )

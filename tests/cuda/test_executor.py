@@ -626,6 +626,12 @@ def test_a_number_in_fields_of_both_widths(recorder: Recorder) -> None:
     assert seen["stride"] == seen["negative"] == -7 and seen["unset"] == seen["count"] == 2**31 - 1
 
 
+def test_the_order_of_numbers_is_that_of_the_steps() -> None:
+    """The same in every process: names in a set come in an order that differs between processes."""
+    steps = Clear("a", "bytes"), launch("narrow"), launch("none", "no blocks"), Clear("b", "no bytes")
+    assert make(*steps).numbers == ("scale", "bytes", "blocks", "no blocks", "no bytes")
+
+
 def test_entries_have_a_longest_name() -> None:
     wrong = SizedKernel(kernel("narrow", "x" * 33), PARAMS["narrow"])
     with pytest.raises(ValueError, match="longer than 32 bytes"):

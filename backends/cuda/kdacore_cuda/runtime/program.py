@@ -115,14 +115,14 @@ class Program:
         check_order(entries, one_segment=one_segment)
         self._formats: dict[str, str] = {}
         """Of the numbers that steps take, by name."""
-        self._places = {
-            x.name: self._places_of(x, {*arrays, *numbers}) for x in self.steps if isinstance(x, Launch)
-        }
-        sizes = {x.size for x in self.steps if not isinstance(x, Launch)}
-        for name in sizes | {x.grid for x in self.steps if isinstance(x, Launch)}:
-            self._note(name, _INT64, {*arrays, *numbers}, name)
+        known = {*arrays, *numbers}
+        self._places = {x.name: self._places_of(x, known) for x in self.steps if isinstance(x, Launch)}
+        for step in self.steps:
+            name = step.grid if isinstance(step, Launch) else step.size
+            self._note(name, _INT64, known, name)
         self.numbers = tuple(self._formats)
-        """Names of the numbers that a call gives."""
+        """Names of the numbers that a call gives, in the order in which steps take them: XLA's processes of one job, and
+        its cache, compare programs."""
         self._pack_numbers = struct.Struct("<" + "".join(self._formats.values())).pack
         self._take_numbers = _taking(self.numbers)
         self.pack_addresses = struct.Struct(f"<{len(self.arrays)}q").pack

@@ -25,7 +25,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.segments.sizes import backward_segment_chunks
+from kdacore_cuda.forms.segments.segment_lengths import backward_segment_chunks
 from kdacore_reference.oracle import oracle_backward
 
 PRESET = "backward-segments"

@@ -11,7 +11,7 @@ import torch
 from cuda_calls import Draw
 
 from kdacore.types import ChunkInputs, InputGrads, Request
-from kdacore_cuda.forms.backward.sizes import WORKSPACE
+from kdacore_cuda.forms.backward.workspace import WORKSPACE
 from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_reference.oracle import to_float64
 

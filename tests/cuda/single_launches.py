@@ -9,7 +9,7 @@ import torch
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.backward.sizes import WORKSPACE as WORKSPACE
+from kdacore_cuda.forms.backward.workspace import WORKSPACE as WORKSPACE
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, takes_float_gate
 from kdacore_cuda.forms.launches import STRIDES

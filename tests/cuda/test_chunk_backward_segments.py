@@ -26,7 +26,7 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE, KernelSource
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
-from kdacore_cuda.forms.segments.sizes import backward_segment_chunks
+from kdacore_cuda.forms.segments.segment_lengths import backward_segment_chunks
 from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 

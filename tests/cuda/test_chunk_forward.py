@@ -26,7 +26,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused.sizes import prepared_steps_size
+from kdacore_cuda.forms.fused.workspace import prepared_steps_bytes
 from kdacore_cuda.runtime import device_figures, torch_launch
 
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
@@ -331,7 +331,7 @@ def test_helpers_clear_the_flags_that_they_raise(
     monkeypatch.setattr(torch_launch, "allocator", remembering)
     T, H = 200, 3
     run(draw(1, T, H, H), **BOUNDED_MODEL)
-    (workspace,) = (x for x in made if x.shape == (4 * prepared_steps_size(T, H),))
+    (workspace,) = (x for x in made if x.shape == (prepared_steps_bytes(T, H),))
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
     assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks

@@ -28,8 +28,8 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
 from kdacore_cuda.forms.segments import launches as segments_launches
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.runtime import device_figures, driver, torch_launch
 from kdacore_cuda.runtime.kernel import Kernel

@@ -15,7 +15,7 @@ from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clust
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
-from kdacore_cuda.forms.fused.sizes import cut_states_size
+from kdacore_cuda.forms.fused.workspace import cut_states_bytes
 from kdacore_cuda.jax import devices as jax_devices
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, torch_launch
@@ -125,7 +125,7 @@ def test_plans_follow_the_driver(
     )
     made = fused.launches_of(request_of("chunk_kda", inputs, **BOUNDED_MODEL))
     assert made.numbers["blocks"] == 2 * clusters
-    assert made.buffers == {"workspace": 4 * cut_states_size(clusters)}
+    assert made.buffers == {"workspace": cut_states_bytes(clusters)}
 
 
 def test_calls_in_segments_load_no_fused_kernel(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

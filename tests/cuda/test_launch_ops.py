@@ -25,12 +25,12 @@ from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.backward import sizes as chunk_backward_sizes
+from kdacore_cuda.forms.backward import workspace as chunk_backward_workspace
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.saved import MAP_BYTES
-from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 from kdacore_cuda.kernel_parameters import (
@@ -411,7 +411,7 @@ def backward_call(packed: bool, groups: bool, float_gate: bool) -> tuple[Request
     return on_hopper(dataclasses.replace(request, needs_grad=True)), inputs
 
 
-WORKSPACE = {*chunk_backward_sizes.WORKSPACE, "dA_part", "dbias_part"}
+WORKSPACE = {*chunk_backward_workspace.WORKSPACE, "dA_part", "dbias_part"}
 RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "out"}
 
 
@@ -471,7 +471,7 @@ def test_cached_chunk_backward(
     units = grads.params["units"]
     per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
     sizes = {
-        name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward_sizes.WORKSPACE.items()
+        name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward_workspace.WORKSPACE.items()
     }
     sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
     if cut:

@@ -22,7 +22,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
-from kdacore_cuda.forms.segments.sizes import slice_segment_chunks
+from kdacore_cuda.forms.segments.segment_lengths import slice_segment_chunks
 from kdacore_cuda.forms.slices import backward as chunk_backward_slices
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.forms.slices import functions as slices

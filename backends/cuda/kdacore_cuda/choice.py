@@ -47,6 +47,10 @@ class Clusters(NamedTuple):
     many_short: bool
     """The kernel for many short sequences; the same bits."""
 
+    def blocks(self, items: int) -> int:
+        """Blocks of the launch, for so many sequences times value heads."""
+        return (self.preparing + (self.resident or items)) * self.size
+
 
 class RecurrentMode(IntEnum):
     """Which calls a kernel serves. All modes do the same arithmetic, bit for bit."""
@@ -101,7 +105,7 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
     amount = amount_of(r)
     cut = use_segments_backward(items, multiprocessors)
     if saves_operands(r, multiprocessors):
-        return Choice("kept", f"disable_recompute, {amount}", None, "operands", cut)
+        return Choice("saved_operands", f"disable_recompute, {amount}", None, "operands", cut)
     if not has_hopper_kernel(r.K, device.arch):
         clusters = choose_clusters(r, device)
         return Choice("fused", f"{amount}, portable kernel for {device.arch}, K={r.K}", clusters, "", cut)

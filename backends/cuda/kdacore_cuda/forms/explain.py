@@ -6,7 +6,11 @@ from kdacore.types import Request
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
 from kdacore_cuda.forms.choice_on_device import figures_of
-from kdacore_cuda.forms.segments.sizes import backward_segment_chunks, choose_lengths, slice_segment_chunks
+from kdacore_cuda.forms.segments.segment_lengths import (
+    backward_segment_chunks,
+    choose_lengths,
+    slice_segment_chunks,
+)
 from kdacore_cuda.runtime import device_figures
 
 CHUNK = 64

@@ -121,8 +121,8 @@ class Program:
             name = step.grid if isinstance(step, Launch) else step.size
             self._note(name, _INT64, known, name)
         self.numbers = tuple(self._formats)
-        """Names of the numbers that a call gives, in the order in which steps take them: XLA's processes of one job, and
-        its cache, compare programs."""
+        """Names of the numbers that a call gives, in the order of the steps: XLA's cache, and the processes of one job,
+        compare programs."""
         self._pack_numbers = struct.Struct("<" + "".join(self._formats.values())).pack
         self._take_numbers = _taking(self.numbers)
         self.pack_addresses = struct.Struct(f"<{len(self.arrays)}q").pack

@@ -1,10 +1,11 @@
 """The launches of the chunk backward on Hopper as data.
 
-Everything is recomputed from the inputs, where the forward has saved nothing (:mod:`kdacore_cuda.forms.kept.sizes`,
-:mod:`kdacore_cuda.forms.segments.saved`), in two groups, so that memory of the first can become gradients. The first:
-prepare (operands of each chunk) and scan (states forward and their gradients in reverse, side by side in one grid; with
-few heads in segments, :mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each
-chunk), and sums (over the value heads of a group, and over chunks).
+Everything is recomputed from the inputs, where the forward has saved nothing
+(:mod:`kdacore_cuda.forms.saved_operands.workspace`, :mod:`kdacore_cuda.forms.segments.workspace`), in two groups, so
+that memory of the first can become gradients. The first: prepare (operands of each chunk) and scan (states forward and
+their gradients in reverse, side by side in one grid; with few heads in segments,
+:mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each chunk), and sums (over the
+value heads of a group, and over chunks).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from kdacore_cuda.forms.backward.kernels import (
     walk_warpgroups,
 )
 from kdacore_cuda.forms.backward.segments import scan_in_segments
-from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
+from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, takes_float_gate
-from kdacore_cuda.forms.kept.sizes import kept_places
 from kdacore_cuda.forms.launches import TOKENS, Launches
-from kdacore_cuda.forms.segments import saved as saved_maps
+from kdacore_cuda.forms.saved_operands.workspace import saved_buffer
+from kdacore_cuda.forms.segments import workspace as saved_maps
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -75,14 +76,13 @@ def launches_of(
     first, both, second, zeroed = (Buffer() for _ in range(4))
     offsets: dict[str, int] = {}
     if saved == "operands":
-        offsets |= kept_places(units)
+        offsets |= saved_buffer(units)[0]
     elif saved == "maps":
-        offsets |= saved_maps.kept_places(sizes["starts"] // saved_maps.START_BYTES)
+        offsets |= saved_maps.saved_places(sizes["starts"] // saved_maps.START_BYTES)
     in_saved = frozenset(offsets)
-    for name, (elements, dtype) in WORKSPACE.items():
+    for name, size in UNIT_BYTES.items():
         if name not in in_saved:
-            buffer = first if name in READ_BY_SCAN_ONLY else both
-            offsets[name] = buffer.add(units * elements * ITEM_SIZES[dtype])
+            offsets[name] = (first if name in READ_BY_SCAN_ONLY else both).add(units * size)
     offsets |= {name: first.add(size) for name, size in sizes.items() if name not in in_saved}
     sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
     parts = tuple(

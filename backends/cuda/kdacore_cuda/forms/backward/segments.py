@@ -4,7 +4,7 @@ in both directions.
 Three launches take the place of the scan's one: maps (how each segment changes the state and its
 gradient), chain (the state at each segment's start, its gradient at each end), and scan (every
 segment from there). A call whose sequences have one segment needs the last alone. Where the forward
-saved its maps and states of segments (:mod:`kdacore_cuda.forms.segments.saved`), maps and chain compute
+saved its maps and states of segments (:mod:`kdacore_cuda.forms.segments.workspace`), maps and chain compute
 the gradient's part alone.
 """
 
@@ -18,8 +18,8 @@ from kdacore_cuda.forms.backward.kernels import (
     walk_warpgroups,
 )
 from kdacore_cuda.forms.chunk_numbers import CHUNK
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths, backward_segment_chunks, chain_blocks
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, backward_segment_chunks, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES
 from kdacore_cuda.request_encoding import chunk_flags
 from kdacore_cuda.runtime.device_figures import multiprocessors_of

@@ -19,7 +19,7 @@ from kdacore_cuda.forms.dataflow.kernels import (
     walk_kernel,
 )
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
-from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES
 from kdacore_cuda.kernel_parameters import WALK
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of

@@ -9,7 +9,7 @@ from kdacore_cuda.architectures import has_hopper_kernel
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, takes_float_gate
 from kdacore_cuda.forms.fused.kernels import TAIL_BLOCKS, checkpoint_tail_kernel, chunk_forward_kernel
-from kdacore_cuda.forms.fused.sizes import grid_blocks, workspace_size
+from kdacore_cuda.forms.fused.workspace import workspace_bytes
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, STEP_TOKENS, TYPES
 from kdacore_cuda.request_encoding import has_bounded_gate
@@ -25,9 +25,9 @@ def launches_of(r: Request) -> Launches:
         raise ValueError(f"{r.op}: another form serves this call")
     numbers = call_numbers(r) | {
         "clusters": clusters.resident,
-        "blocks": grid_blocks(clusters, r.N * r.HV),
+        "blocks": clusters.blocks(r.N * r.HV),
     }
-    used = 4 * workspace_size(r, clusters)
+    used = workspace_bytes(r, clusters)
     has_tail = bool(r.checkpoint_count) and has_hopper_kernel(r.K, arch)
     has_workspace = used > 0
     if has_tail:

@@ -22,17 +22,12 @@ from kdacore_cuda.choice import finishes_as_whole
 from kdacore_cuda.forms.backward import launches as whole_backward
 from kdacore_cuda.forms.backward.kernels import prepare_kernel, segment_scan_kernel, walk_warpgroups
 from kdacore_cuda.forms.backward.segments import workspace_bytes
-from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
+from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.launches import TOKENS, Launches
 from kdacore_cuda.forms.segments.kernels import output_blocks, output_kernel, segments_prepare_kernel
-from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
-from kdacore_cuda.forms.segments.sizes import (
-    CHUNK_OPERANDS_BYTES,
-    SegmentLengths,
-    chain_blocks,
-    slice_segment_chunks,
-)
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks, slice_segment_chunks
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.forms.slices.kernels import (
     chain_kernel,
     maps_kernel,
@@ -41,7 +36,7 @@ from kdacore_cuda.forms.slices.kernels import (
     starts_kernel,
     transition_kernel,
 )
-from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES, SEGMENT_LENGTHS
+from kdacore_cuda.kernel_parameters import FLAGS, SEGMENT_LENGTHS
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.kernel import Kernel
@@ -191,9 +186,9 @@ def backward_launches(
 
     whole = whole_backward.launches_of(r, wanted, sums_to_caller=sums_to_caller)
     operands, borders, offsets = Buffer(), Buffer(), dict[str, int]()
-    for name, (elements, dtype) in WORKSPACE.items():
+    for name, size in UNIT_BYTES.items():
         if name in READ_BY_SCAN_ONLY:
-            offsets[name] = operands.add(units * elements * ITEM_SIZES[dtype])
+            offsets[name] = operands.add(units * size)
     for name, size in workspace_bytes(walks).items():
         if not (saved and name != "ends"):
             offsets[name] = (borders if name in ("starts", "ends") else operands).add(size)

@@ -150,11 +150,6 @@ def slice_segment_chunks(chunks: int, heads: int, multiprocessors: int) -> int:
     return next(fitting, _SLICE_SEGMENT_CHUNKS[-1])
 
 
-CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
-"""Bytes of the record that prepare writes for one chunk and value head:
-csrc/sm90/chunk_forward/segments/chunk_operands.cuh."""
-
-
 def chain_blocks(states: int, multiprocessors: int) -> int:
     """Blocks per state of the kernels that apply the maps of segments to a state one after another, forward, backward
     and on slices of a row (csrc/sm90/chunk_forward/segments/compose.cuh). They share its value rows (same bits): 8

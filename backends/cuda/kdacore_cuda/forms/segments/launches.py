@@ -13,6 +13,7 @@ from kdacore.types import Request
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.kernels import (
     chain_kernel,
     maps_kernel,
@@ -24,7 +25,7 @@ from kdacore_cuda.forms.segments.kernels import (
     prepare_marked_kernel,
     segments_prepare_kernel,
 )
-from kdacore_cuda.forms.segments.segment_lengths import chain_blocks, lengths_of
+from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
 from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, PREPARE_MARKED, SEGMENT_LENGTHS, SEGMENTS
 from kdacore_cuda.request_encoding import has_bounded_gate
@@ -37,7 +38,7 @@ def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves."""
     numbers = chunk_numbers(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    NT, lengths = int(numbers["NT"]), lengths_of(r)
+    NT, lengths = int(numbers["NT"]), segment_lengths.lengths_of(r)
     segments = lengths.segments(NT)
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
     units, marked_units = int(numbers["units"]), r.checkpoint_count * r.HV

@@ -328,12 +328,12 @@ def test_export_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_sizes_that_are_symbols_are_declined() -> None:
-    from kdacore_cuda import verifiers
+    from kdacore_cuda import unsupported_calls
 
     (symbol,) = jax.export.symbolic_shape("b")
-    reason = verifiers.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
+    reason = unsupported_calls.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
     assert reason is not None and reason.code == "traced"
-    assert verifiers.grid_size(dataclasses.replace(_request(), B=symbol, N=symbol)) is None
+    assert unsupported_calls.grid_size(dataclasses.replace(_request(), B=symbol, N=symbol)) is None
 
 
 def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:

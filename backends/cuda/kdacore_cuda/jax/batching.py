@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 
 from kdacore.errors import UnsupportedError
 from kdacore.types import Reason, Request, TensorSpec
-from kdacore_cuda import verifiers
+from kdacore_cuda import unsupported_calls
 
 SHARED = frozenset({"A_log", "dt_bias"})
 """Arguments that all rows of a batch have in common, and the results that are their gradients."""
@@ -117,4 +117,4 @@ def _merged(request: Request, size: int, axes: Mapping[str, bool]) -> Request | 
         for name, spec in r.tensors
     )
     larger = dataclasses.replace(r, B=size * r.B, N=size * r.N, tensors=tensors)
-    return None if verifiers.grid_size(larger) else larger
+    return None if unsupported_calls.grid_size(larger) else larger

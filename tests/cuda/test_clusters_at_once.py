@@ -11,7 +11,7 @@ from recording_driver import EXECUTORS, Stub
 from sized_kernel import SizedKernel
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
+from kdacore_cuda.choice import Figures, cluster_size, preparing_clusters, resident_clusters
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
@@ -104,10 +104,11 @@ def test_sizes_and_shares_follow_the_driver(said: int, most_of_four: int, reside
     def at_once(cluster: int) -> int:
         return {2: 66, 4: said}[cluster]
 
-    sizes = {n: cluster_size(128, n, 8192, 132, "sm_90a", at_once) for n in range(1, 100)}
+    device = Figures("sm_90a", 132, at_once, lambda: 0.0)
+    sizes = {n: cluster_size(n, 8192, device) for n in range(1, 100)}
     assert max(n for n, size in sizes.items() if size == 4) == most_of_four
-    assert resident_clusters(128, 4, 40, 132, "sm_90a", at_once) == resident
-    assert preparing_clusters(24, 1024, 4, True, 132, at_once) == (6 if resident >= 30 else 0)
+    assert resident_clusters(40, 4, device) == resident
+    assert preparing_clusters(24, 1024, 4, True, device) == (6 if resident >= 30 else 0)
 
 
 @pytest.mark.parametrize(("said", "clusters"), [(0, 66), (66, 66), (40, 40), (9, 9)])

@@ -115,7 +115,7 @@ def test_launches_are_those_of_torch(
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     rank = middle_rank(*CASES[name])
     from_both(rank)
-    assert [x.kernel.name for x in either_handler.launched] == [x.kernel.name for x, _, _ in made]
+    assert [x.kernel.name for x in either_handler.launched] == [x.source.name for x, _, _ in made]
     for got, (kernel, grid, want) in zip(either_handler.launched, made, strict=True):
         assert (got.grid, got.threads, got.shared) == (grid, *kernel.block("sm_90a"))
         for (field, kind), value in zip(kernel.params.fields, got.values, strict=True):

@@ -61,6 +61,12 @@ def architecture(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
+def new_buffers(like: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Uninitialised buffers of so many bytes on ``like``'s device. They come from torch's allocator and go back to it
+    with the tensor: no memory is kept from one call to the next."""
+    return {name: like.new_empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+
+
 def run(
     program: Program, numbers: bytes, arch: str, like: torch.Tensor, arrays: Mapping[str, torch.Tensor | None]
 ) -> None:

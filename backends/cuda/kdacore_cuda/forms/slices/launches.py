@@ -127,15 +127,11 @@ def _begin_program(
     prepare = segments_prepare_kernel(float_gate, bounded, as_whole)
     no_lengths = dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
     fields = _SEGMENT_FIELDS | {"ht": NOTHING, "ckpt": NOTHING}
+    composed = {name: _SEGMENT_FIELDS[name] for name in ("addends", "maps")}
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"last": "workspace", **no_lengths}),
         Launch("maps", maps_kernel(as_whole), "map_blocks", fields),
-        Launch(
-            "transition",
-            transition_kernel(blocks),
-            "transition_blocks",
-            {"addends": ("workspace", "addends_at"), "maps": "saved"},
-        ),
+        Launch("transition", transition_kernel(blocks), "transition_blocks", composed),
     )
     return Program(steps, BEGIN_ARRAYS, numbers)
 
@@ -200,11 +196,7 @@ def backward_launches(
         | {f"{name}_at": at for name, at in offsets.items()}
         | {
             # What the gradients kernel reads lies where the second group of a whole call expects it.
-            **{
-                name: x
-                for name, x in whole.first.numbers.items()
-                if name[:-3] in _IN_BOTH and name.endswith("_at")
-            },
+            **{f"{name}_at": whole.first.numbers[f"{name}_at"] for name in _IN_BOTH},
             "prepare_blocks": units,
             "maps_blocks": 2 // maps_warpgroups * walks_of_maps * walks,
             "slice_gradient_blocks": gradient_blocks * results * r.HV,
@@ -215,25 +207,14 @@ def backward_launches(
     if saved:
         numbers["flags"] = int(numbers["flags"]) | FLAGS["KEPT_MAPS"]
     names, arch = tuple(numbers), arch_of(r)
-    prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
-    begin = _backward_program(
-        (
-            ("prepare", prepare),
-            ("maps", segment_maps_kernel(maps_warpgroups)),
-            ("slice_gradient", slice_gradient_kernel(gradient_blocks)),
-        ),
-        "d_final",
-        "d_slice_start",
-        saved,
-        names,
+    before = (
+        ("prepare", prepare_kernel(takes_float_gate(r), has_bounded_gate(r))),
+        ("maps", segment_maps_kernel(maps_warpgroups)),
+        ("slice_gradient", slice_gradient_kernel(gradient_blocks)),
     )
-    scan = _backward_program(
-        (("chain", chain_kernel(blocks)), ("scan", segment_scan_kernel(scan_warpgroups))),
-        "ends",
-        "d_starts",
-        saved,
-        names,
-    )
+    behind = ("chain", chain_kernel(blocks)), ("scan", segment_scan_kernel(scan_warpgroups))
+    begin = _backward_program(before, ("d_final", "d_slice_start"), saved, names)
+    scan = _backward_program(behind, ("ends", "d_starts"), saved, names)
     both = whole.first.buffers["both"]
     buffers = {"operands": operands.bytes, "borders": borders.bytes, "both": both}
     second = whole.second._replace(numbers=whole.second.numbers | lengths | {"flags": numbers["flags"]})
@@ -249,13 +230,9 @@ _WITH_ENDS = frozenset({"slice_gradient", "chain", "scan"})
 
 @cache
 def _backward_program(
-    launches: tuple[tuple[str, Kernel], ...],
-    d_end: str,
-    d_start: str,
-    saved: bool,
-    numbers: tuple[str, ...],
+    launches: tuple[tuple[str, Kernel], ...], flows: tuple[str, str], saved: bool, numbers: tuple[str, ...]
 ) -> Program:
-    """``d_end`` and ``d_start``: the gradients of states that the launches read and write."""
+    """``flows``: the gradients of states that the launches read and write."""
     fields: dict[str, Value] = {
         name: ("both" if name in _IN_BOTH else "operands", f"{name}_at") for name in WORKSPACE
     }
@@ -265,13 +242,9 @@ def _backward_program(
         "ends": ("borders", "ends_at"),
         "h0": "starts",
     }
+    with_ends = fields | dict(zip(("d_ht", "d_h0"), flows, strict=True))
     steps = [
-        Launch(
-            name,
-            kernel,
-            f"{name}_blocks",
-            fields | {"d_ht": d_end, "d_h0": d_start} if name in _WITH_ENDS else fields,
-        )
+        Launch(name, kernel, f"{name}_blocks", with_ends if name in _WITH_ENDS else fields)
         for name, kernel in launches
     ]
     return Program(steps, BACKWARD_ARRAYS, numbers)

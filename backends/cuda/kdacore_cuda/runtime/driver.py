@@ -82,29 +82,33 @@ class Driver:
             self._dll.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(call, code, (text.value or b"unknown error").decode())
 
+    def _call(self, name: str, *arguments: object, device: int | None = None) -> None:
+        """Call a function of the driver. Where the calling thread has no context, torch's on ``device`` is made current
+        if that is given. DriverError if it fails."""
+        function = getattr(self._dll, name)
+        code = function(*arguments)
+        if code == NO_CONTEXT and device is not None:
+            self.make_current(device)
+            code = function(*arguments)
+        self.check(name.removesuffix("_v2"), code)
+
     def make_current(self, device: int) -> None:
         """Make the context that torch uses on ``device`` current in the calling thread. DriverError
         if that fails."""
         context = _P()
-        code = self._dll.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        self.check("cuDevicePrimaryCtxRetain", code)
-        self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
 
     def current_device(self, or_that_of: int | None = None) -> int:
         """The device of the calling thread's context. Where it has none, torch's context on ``or_that_of`` is made
         current if that is given. DriverError if there is none then."""
         device = ctypes.c_int()
-        code = self._dll.cuCtxGetDevice(ctypes.byref(device))
-        if code == NO_CONTEXT and or_that_of is not None:
-            self.make_current(or_that_of)
-            code = self._dll.cuCtxGetDevice(ctypes.byref(device))
-        self.check("cuCtxGetDevice", code)
+        self._call("cuCtxGetDevice", ctypes.byref(device), device=or_that_of)
         return device.value
 
     def _attribute(self, attribute: int, device: int) -> int:
         value = ctypes.c_int()
-        code = self._dll.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        self.check("cuDeviceGetAttribute", code)
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
         return value.value
 
     def multiprocessors(self, device: int) -> int:
@@ -132,27 +136,19 @@ class Driver:
         count = ctypes.c_int()
         attribute = launch_attribute()
         config = launch_config(cluster, threads, shared, 0, attribute, overlaps)
-        arguments = (ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config)))
-        code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
-        if code == NO_CONTEXT:
-            self.make_current(device)
-            code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
-        self.check("cuOccupancyMaxActiveClusters", code)
+        arguments = ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config))
+        self._call("cuOccupancyMaxActiveClusters", *arguments, device=device)
         return count.value
 
     def clear(self, address: int, size: int, stream: int) -> None:
         """Queue zeros for ``size`` bytes of device memory. DriverError if refused."""
         if size:
-            code = self._dll.cuMemsetD8Async(
-                _P(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), _P(stream)
-            )
-            self.check("cuMemsetD8Async", code)
+            self._call("cuMemsetD8Async", _P(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), _P(stream))
 
     def copy(self, source: int, to: int, size: int, stream: int) -> None:
         """Queue a copy of ``size`` bytes within device memory. DriverError if refused."""
         if size:
-            code = self._dll.cuMemcpyDtoDAsync_v2(_P(to), _P(source), ctypes.c_size_t(size), _P(stream))
-            self.check("cuMemcpyDtoDAsync", code)
+            self._call("cuMemcpyDtoDAsync_v2", _P(to), _P(source), ctypes.c_size_t(size), _P(stream))
 
     @contextmanager
     def context_of(self, stream: int | None) -> Iterator[int]:
@@ -162,9 +158,9 @@ class Driver:
             yield 0
             return
         context, before = _P(), _P()
-        self.check("cuStreamGetCtx", self._dll.cuStreamGetCtx(_P(stream), ctypes.byref(context)))
+        self._call("cuStreamGetCtx", _P(stream), ctypes.byref(context))
         self._dll.cuCtxGetCurrent(ctypes.byref(before))
-        self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
+        self._call("cuCtxSetCurrent", context)
         try:
             yield stream
         finally:
@@ -177,19 +173,14 @@ class Driver:
         DriverError when the driver refuses the cubin.
         """
         library, kernel = _P(), _P()
-        code = self._dll.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0)
-        self.check("cuLibraryLoadData", code)
-        self.check(
-            "cuLibraryGetKernel",
-            self._dll.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()),
-        )
+        self._call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+        self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry.encode())
         return int(kernel.value or 0)
 
     def allow_shared(self, kernel: int, size: int, device: int) -> None:
         """Raise the dynamic shared memory limit of ``kernel`` on ``device`` to ``size`` bytes.
         DriverError if refused."""
-        code = self._dll.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, kernel, device)
-        self.check("cuKernelSetAttribute", code)
+        self._call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, size, kernel, device)
 
 
 @cache

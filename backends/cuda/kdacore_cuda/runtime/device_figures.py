@@ -30,11 +30,6 @@ def arch_of(request: Request) -> str:
     return build_arch(request.device.arch)
 
 
-def multiprocessors(kind: ArrayKind, index: int) -> int:
-    """Multiprocessors of the CUDA device that arrays of ``kind`` call ``index``."""
-    return int(_library(kind).multiprocessors(index))
-
-
 def memory_rate_of(request: Request) -> int:
     """Bytes a second that the memory of a request's device delivers at most; 0 if that is not known."""
     return int(_library(request.kind).memory_rate(request.device.index))
@@ -51,8 +46,8 @@ def clusters_at_once(request: Request, kernel: Kernel, arch: str) -> int:
 
 
 def multiprocessors_of(request: Request) -> int:
-    """Those of a request's device."""
-    return multiprocessors(request.kind, request.device.index)
+    """Multiprocessors of a request's device."""
+    return int(_library(request.kind).multiprocessors(request.device.index))
 
 
 def planned(request: Request) -> Request:

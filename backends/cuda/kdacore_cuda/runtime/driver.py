@@ -28,24 +28,16 @@ _P = ctypes.c_void_p
 _U = ctypes.c_uint
 
 
-def launch_attribute() -> ctypes.Array[ctypes.c_char]:
-    """The attribute of launches that may start before the previous one has ended."""
-    return ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-
-
-def launch_config(
-    grid: int,
-    threads: int,
-    shared: int,
-    stream: int,
-    attribute: ctypes.Array[ctypes.c_char],
-    overlaps: bool,
+def _launch_config(
+    grid: int, threads: int, shared: int, stream: int, overlaps: bool
 ) -> ctypes.Array[ctypes.c_char]:
-    """A CUlaunchConfig, which points to ``attribute`` and counts it if the launch ``overlaps``."""
-    blocks = (grid, 1, 1, threads, 1, 1, shared)
-    return ctypes.create_string_buffer(
-        _CONFIG.pack(*blocks, stream, ctypes.addressof(attribute), int(overlaps))
-    )
+    """A CUlaunchConfig and, behind it, the attribute of launches that may start before the previous one has ended. It
+    counts if the launch ``overlaps``."""
+    made = ctypes.create_string_buffer(_CONFIG.size + _ATTRIBUTE.size)
+    attribute = ctypes.addressof(made) + _CONFIG.size
+    _CONFIG.pack_into(made, 0, grid, 1, 1, threads, 1, 1, shared, stream, attribute, int(overlaps))
+    _ATTRIBUTE.pack_into(made, _CONFIG.size, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    return made
 
 
 class DriverError(RuntimeError):
@@ -64,10 +56,7 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._dll = ctypes.PyDLL(library)
-        self.launch = self._dll.cuLaunchKernelEx
-        """``cuLaunchKernelEx`` itself: configuration, function, parameters, extra."""
-        self.launch.argtypes = [_P, _P, _P, _P]
-        self.launch.restype = ctypes.c_int
+        self._dll.cuLaunchKernelEx.argtypes = [_P, _P, _P, _P]
         self._dll.cuLibraryLoadData.argtypes = [_P, _P, _P, _P, _U, _P, _P, _U]
         self._dll.cuLibraryGetKernel.argtypes = [_P, _P, ctypes.c_char_p]
         self._dll.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _P, ctypes.c_int]
@@ -134,11 +123,26 @@ class Driver:
         multiprocessors that the calling thread's context may use, which are fewer than the device's in a green
         context or an MPS partition. DriverError if refused."""
         count = ctypes.c_int()
-        attribute = launch_attribute()
-        config = launch_config(cluster, threads, shared, 0, attribute, overlaps)
+        config = _launch_config(cluster, threads, shared, 0, overlaps)
         arguments = ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config))
         self._call("cuOccupancyMaxActiveClusters", *arguments, device=device)
         return count.value
+
+    def launch(
+        self,
+        kernel: int,
+        parameters: bytes,
+        grid: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        overlaps: bool,
+    ) -> None:
+        """Queue a launch of a kernel that takes one struct by value; ``overlaps`` as above. DriverError if refused."""
+        config = _launch_config(grid, threads, shared, stream, overlaps)
+        buffer = ctypes.create_string_buffer(parameters)
+        pointers = (_P * 1)(ctypes.addressof(buffer))
+        self._call("cuLaunchKernelEx", ctypes.addressof(config), kernel, ctypes.addressof(pointers), None)
 
     def clear(self, address: int, size: int, stream: int) -> None:
         """Queue zeros for ``size`` bytes of device memory. DriverError if refused."""

@@ -25,7 +25,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
+from kdacore_cuda.forms.segments.segment_lengths import backward_segment_chunks
 from kdacore_reference.oracle import oracle_backward
 
 PRESET = "backward-segments"
@@ -35,7 +35,7 @@ def backward(request: Request, inputs: ChunkInputs, grads: OutputGrads, chunks: 
     """The backward in segments of so many chunks; 0: in one chain per head."""
     with (
         mock.patch.object(choice, "use_segments_backward", lambda items, multiprocessors: chunks > 0),
-        mock.patch.object(chunk_backward_segments, "chunks_per_segment", lambda *given: chunks or 1),
+        mock.patch.object(chunk_backward_segments, "backward_segment_chunks", lambda *given: chunks or 1),
     ):
         return chunk_backward.backward(request, inputs, (), grads)
 
@@ -92,7 +92,7 @@ def contenders(case: Case, chunks: list[int]) -> dict[str, Step]:
         with (
             mock.patch.object(choice, "use_segments_backward", lambda items, count, each=each: each > 0),
             mock.patch.object(
-                chunk_backward_segments, "chunks_per_segment", lambda items, each=each: each or 1
+                chunk_backward_segments, "backward_segment_chunks", lambda items, each=each: each or 1
             ),
         ):
             launches = cuda_steps(mine, inputs, grads)
@@ -124,7 +124,7 @@ def main() -> None:
         for tokens in args.tokens:
             for heads in args.heads:
                 case = Case(name="timed", phase="training", T=tokens, H=heads, gate=args.gate)
-                chunks = args.chunks or [chunk_backward_segments_kernels.chunks_per_segment(heads)]
+                chunks = args.chunks or [backward_segment_chunks(heads)]
                 gate_chains(case, chunks)
                 found = interleave(contenders(case, chunks), CudaClock(), Budget(args.samples, 30.0))
                 shape = f"B1 T{tokens} H{heads} K128 V128 {case.gate}"

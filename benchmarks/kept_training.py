@@ -27,7 +27,7 @@ from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
-from kdacore_cuda.forms.kept import launches as forward_launches
+from kdacore_cuda.forms.saved_operands import launches as forward_launches
 from kdacore_cuda.forms.torch_forward import readable
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
@@ -41,7 +41,7 @@ def call_of(case: Case, gates: str) -> tuple[Request, Request, ChunkInputs, Outp
     request, inputs, x = inputs_of(case, gates)
     plain = dataclasses.replace(request, needs_grad=True, disable_recompute=False)
     kept = dataclasses.replace(plain, disable_recompute=True)
-    if chosen(kept).form != "kept":
+    if chosen(kept).form != "saved_operands":
         raise SystemExit(f"{case.name}: with {case.value_heads} value heads nothing is kept")
     return plain, kept, inputs, OutputGrads(made.output_gradient(case, x), None)
 
@@ -79,8 +79,8 @@ def steps_of(plain: Request, kept: Request, inputs: ChunkInputs, grads: OutputGr
     alone: dict[str, Step] = {}
     for n in (1, 2):
         with (
-            mock.patch.object(forward_launches, "one_way_warpgroups", lambda *given, n=n: n),
-            mock.patch.object(backward_launches, "one_way_warpgroups", lambda *given, n=n: n),
+            mock.patch.object(forward_launches, "walk_warpgroups", lambda *given, n=n: n),
+            mock.patch.object(backward_launches, "walk_warpgroups", lambda *given, n=n: n),
         ):
             forward = forward_launches.launches_of(kept)
             reverse = backward_launches.launches_of(kept, wanted, "operands").first

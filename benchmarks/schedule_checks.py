@@ -21,7 +21,7 @@ import torch
 
 import kdacore
 from kdacore_cuda import choice
-from kdacore_cuda.forms.fused.kernels import chunk_forward_launcher
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import to_float64
 
@@ -244,8 +244,8 @@ def forced(cluster: int, clusters: int, helped: bool) -> Any:
 
 def clusters_of(size: int) -> str:
     """What the driver says, and what the formula would."""
-    launcher = chunk_forward_launcher(K, size, True, False, "sm_90a")
-    said = torch_launch.clusters_at_once(launcher, "sm_90a", torch.cuda.current_device())
+    kernel = chunk_forward_kernel(K, size, True, False, "sm_90a")
+    said = torch_launch.clusters_at_once(kernel, "sm_90a", torch.cuda.current_device())
     formula = choice.formula_at_once(size, torch_launch.multiprocessors(0))
     return f"clusters of {size}: {said} at once ({formula} by formula)"
 

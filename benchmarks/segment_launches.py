@@ -24,8 +24,8 @@ from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.segments import launches as segments
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths, choose_lengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, choose_lengths
 from kdacore_cuda.forms.torch_forward import readable
 from kdacore_reference.oracle import oracle_forward
 from kdacore_triton import chunk_forward as triton

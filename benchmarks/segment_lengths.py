@@ -24,8 +24,8 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, Step
 from kdacore.bench.results import Results, Row
 from kdacore.types import ChunkInputs, Outputs, Request
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths, lengths_behind
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, lengths_behind
 from kdacore_reference.oracle import oracle_forward
 
 PRESET = "segment-lengths"

@@ -84,13 +84,13 @@ def test_a_compiled_graph_keeps_what_it_was_traced_under() -> None:
 
 def bits_of(request: Request) -> tuple[object, ...]:
     """What the CUDA and Triton backends choose that results depend on."""
-    from kdacore_cuda.choice import use_segments
+    from kdacore_cuda.choice import Figures, use_segments
     from kdacore_cuda.request_encoding import items_for_choice
     from kdacore_triton.chunk_forward_plan import ChunkForwardPlan
 
     items = items_for_choice(request)
-    plan = ChunkForwardPlan(request)
-    return (use_segments(items, True, 132, lambda: 4.9e12), *sorted(plan.config.items()))
+    plan, device = ChunkForwardPlan(request), Figures("sm_90a", 132, lambda cluster: 0, lambda: 4.9e12)
+    return (use_segments(items, True, device), *sorted(plan.config.items()))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 16, 40])

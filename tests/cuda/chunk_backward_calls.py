@@ -11,8 +11,8 @@ import torch
 from cuda_calls import Draw
 
 from kdacore.types import ChunkInputs, InputGrads, Request
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel
-from kdacore_cuda.forms.backward.sizes import WORKSPACE
+from kdacore_cuda.forms.backward.workspace import WORKSPACE
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_reference.oracle import to_float64
 
 
@@ -42,7 +42,7 @@ def same_gradients(got: Any, want: Any) -> None:
 
 
 def launch(
-    kernel: ChunkBackwardKernel,
+    kernel: Kernel,
     request: Request,
     inputs: ChunkInputs,
     given: dict[str, model.F64],

@@ -17,8 +17,8 @@ from chunk_backward_model import F64, Chunk
 from form_calls import launches_of
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.forms.segments import sizes
-from kdacore_cuda.forms.segments.saved import MAP_BYTES
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES
 from kdacore_reference.oracle import to_float64
 
 
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
 def in_segments(request: Request, inputs: ChunkInputs) -> Iterator[Segment]:
     """Every segment that has a chunk, in the order of its sequence."""
-    lengths = sizes.lengths_of(request)
+    lengths = segment_lengths.lengths_of(request)
     for n, group in groupby(chunk_model.chunks(request, inputs), lambda c: c.n):
         chunks = list(group)
         if inputs.cu_seqlens is None:
@@ -99,7 +99,7 @@ def initial(request: Request, inputs: ChunkInputs, n: int, hv: int) -> F64:
 
 def slots(request: Request) -> int:
     """Segments of one value head, unused ones of a pack included."""
-    lengths = sizes.lengths_of(request)
+    lengths = segment_lengths.lengths_of(request)
     if request.packed:
         return request.T // (64 * lengths.first) + request.N
     return request.N * lengths.segments(-(-request.T // 64))
@@ -173,7 +173,7 @@ def views(request: Request, work: torch.Tensor) -> Views:
     offsets = [int(numbers[f"{name}_at"]) for name in ("operands", "addends", "maps", "starts")]
     operands, addends, maps, starts = (work[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True))
     return Views(
-        operands.view(-1, HV, sizes.CHUNK_OPERANDS_BYTES),
+        operands.view(-1, HV, CHUNK_OPERANDS_BYTES),
         addends.view(torch.float32).view(-1, HV, 128, 128),
         maps.view(-1, HV, MAP_BYTES),
         starts.view(torch.float32).view(-1, HV, 128, 128),

@@ -16,7 +16,7 @@ import torch
 from guarded_memory import guard
 from program_launches import launches_of
 
-from kdacore_cuda.build import shared_memory
+from kdacore_cuda.build import launch_sizes
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.program import Program
 
@@ -44,13 +44,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def start_of(program: Program, arch: str, index: int) -> Any:
         def start(stream: int, values: bytes) -> None:
             for step, grid, packed in launches_of(program, values):
-                kernel = step.launcher.kernel
+                kernel, (threads, shared) = step.kernel.source, step.kernel.block(arch)
                 launched.append(kernel.name)
                 emulator.run(
-                    *(kernel, step.launcher.params, step.launcher.params.packer.unpack(packed)),
+                    *(kernel, step.kernel.params, step.kernel.params.packer.unpack(packed)),
                     grid=grid,
-                    threads=step.launcher.threads,
-                    shared=step.launcher.shared,
+                    threads=threads,
+                    shared=shared,
                     cluster=dict(kernel.defines).get("CLUSTER", 1),
                 )
                 guards.check(kernel.name)
@@ -58,16 +58,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return start
 
     # Sizes of kernels that are not packaged, as after a change of their sources, or for no architecture.
-    monkeypatch.setattr(shared_memory, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
-    plain = shared_memory.launch_sizes
+    monkeypatch.setattr(launch_sizes, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
+    plain = launch_sizes.launch_sizes
     monkeypatch.setattr(
-        shared_memory,
+        launch_sizes,
         "launch_sizes",
         lambda kernel, arch: plain(kernel, arch) if arch else emulator.launch_sizes(kernel),
     )
     monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(torch_launch, "clusters_at_once", lambda launcher, arch, index: 0)
+    monkeypatch.setattr(torch_launch, "clusters_at_once", lambda kernel, arch, index: 0)
     monkeypatch.setattr(torch_launch, "memory_rate", lambda index: 3.35e12)  # an H100's
     monkeypatch.setattr(torch_launch, "architecture", lambda index: "sm_90")
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)  # CPU tensors say they are there

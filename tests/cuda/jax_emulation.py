@@ -84,7 +84,7 @@ class Device:
 
     def note(self, step: Launch) -> None:
         """Remember how the parameters of a launch are packed."""
-        self._params[step.launcher.kernel] = step.launcher.params
+        self._params[step.kernel.source] = step.kernel.params
 
     def _on_launch(self, pointer: Any, handle: int, parameters: int) -> int:
         if not 0 < handle <= len(self._kernels):

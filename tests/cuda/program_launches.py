@@ -57,7 +57,7 @@ executors = cache(_Executors)
 def _words(program: Program) -> Any:
     """The program for the driver above, to which both know the kernels."""
     params: dict[Any, ParamStruct] = {
-        x.launcher.kernel: x.launcher.params for x in program.steps if isinstance(x, Launch)
+        x.kernel.source: x.kernel.params for x in program.steps if isinstance(x, Launch)
     }
     made: Any = programs.cubin_of
     programs.cubin_of = lambda kernel, arch: (1 + params[kernel].size, Recorder.code(params[kernel].size))

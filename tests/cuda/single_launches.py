@@ -9,8 +9,7 @@ import torch
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, launcher
-from kdacore_cuda.forms.backward.sizes import WORKSPACE as WORKSPACE
+from kdacore_cuda.forms.backward.workspace import WORKSPACE as WORKSPACE
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, takes_float_gate
 from kdacore_cuda.forms.launches import STRIDES
@@ -18,6 +17,7 @@ from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import Launch, Program
 
 Arrays = dict[str, torch.Tensor]
@@ -53,14 +53,24 @@ def make_workspace(plan: Plan, like: torch.Tensor, *names: str) -> Arrays:
     }
 
 
+def blocks_of(kernel: Kernel, units: int, r: Request) -> int:
+    """Blocks of a kernel of the whole backward, as a call launches it."""
+    macros = kernel.source.macros
+    return {
+        "prepare": lambda: units,
+        "scan": lambda: 4 // macros["WARPGROUPS"] * r.N * r.HV,
+        "grads": lambda: min(units, multiprocessors_of(r)),
+    }[kernel.source.entry]()
+
+
 def launch(
-    kernel: ChunkBackwardKernel, plan: Plan, inputs: ChunkInputs, arrays: Arrays, blocks: int | None = None
+    kernel: Kernel, plan: Plan, inputs: ChunkInputs, arrays: Arrays, blocks: int | None = None
 ) -> None:
     """One launch. ``arrays``: the workspace, outputs and gradients by field; other fields are 0."""
     r = plan.request
     given, layout = readable(CHUNK, r, inputs, rows_apart=False)
     if blocks is None:
-        blocks = kernel.grid(plan.numbers["units"], r.N * r.HV, multiprocessors_of(r))
+        blocks = blocks_of(kernel, plan.numbers["units"], r)
     strides = {} if layout is None else dict(zip(STRIDES, layout.strides, strict=True))
     numbers = plan.numbers | strides | {"blocks": blocks}
     named = {
@@ -68,7 +78,7 @@ def launch(
     }
     named |= {"h0": given.initial_state, **arrays}
     names = [name for name, kind in kernel.params.fields if kind == "ptr"]
-    program = Program([Launch("one", launcher(kernel), "blocks")], names, tuple(numbers), one_segment=True)
+    program = Program([Launch("one", kernel, "blocks")], names, tuple(numbers), one_segment=True)
     arch = (
         arch_of(r) if inputs.q.device.type == "cpu" else HOPPER
     )  # where the request's arrays may not have been
@@ -78,7 +88,7 @@ def launch(
 class InSegments(NamedTuple):
     """The backward's scan in segments."""
 
-    launches: list[tuple[str, ChunkBackwardKernel, int]]
+    launches: list[tuple[str, Kernel, int]]
     """Name, kernel and blocks of each."""
     sizes: dict[str, Any]
     """The numbers that say how sequences are cut, and flags."""
@@ -104,8 +114,8 @@ def in_segments(r: Request, saved: bool = False) -> InSegments:
     return InSegments(named, numbers, bytes_of)
 
 
-def launch_step(step: Any, grid: int, like: torch.Tensor, arrays: Arrays, **numbers: float) -> None:
-    """One launch of any kernel: ``step`` is its launcher, ``arrays`` and ``numbers`` are by field."""
-    program = Program([Launch("one", step, "blocks")], tuple(arrays), ("blocks", *numbers))
+def launch_kernel(kernel: Kernel, grid: int, like: torch.Tensor, arrays: Arrays, **numbers: float) -> None:
+    """One launch of any kernel: ``arrays`` and ``numbers`` are by field."""
+    program = Program([Launch("one", kernel, "blocks")], tuple(arrays), ("blocks", *numbers))
     packed = program.pack_numbers({"blocks": grid, **numbers})
     torch_launch.run(program, packed, "sm_90a", like, arrays)

@@ -71,7 +71,10 @@ FORMS: dict[str, tuple[Request, str]] = {
         call(8, device=Device("cuda", 0, "sm_80")),
         "fused: 8 heads, portable kernel for sm_80, K=128",
     ),
-    "no recomputation": (call(64, disable_recompute=True, **TRAINING), "kept: disable_recompute, 64 heads"),
+    "no recomputation": (
+        call(64, disable_recompute=True, **TRAINING),
+        "saved_operands: disable_recompute, 64 heads",
+    ),
     "decoding": (
         dataclasses.replace(call(8, 1, B=32, N=32, state_indices_ndim=1), op="fused_recurrent_kda"),
         "recurrent: the kernel for one token a sequence, 32 sequences of 8 heads",
@@ -156,7 +159,7 @@ def test_the_backward_is_cut_with_few_heads() -> None:
 
 def test_operands_are_saved_behind_that() -> None:
     saving = {"disable_recompute": True, **TRAINING}
-    assert [chosen(call(n, **saving)).form for n in (12, 13)] == ["segments", "kept"]
+    assert [chosen(call(n, **saving)).form for n in (12, 13)] == ["segments", "saved_operands"]
     assert [chosen(call(n, **saving)).saves for n in (12, 13)] == ["maps", "operands"]
     for change in (
         {"disable_recompute": False},
@@ -320,9 +323,9 @@ TEXTS: dict[str, tuple[Request, str]] = {
         call(4, **TRAINING),
         "segments: 4 heads (up to 17 on 132 multiprocessors), 14 segments; backward from the maps of segments",
     ),
-    "kept": (
+    "saved operands": (
         call(64, disable_recompute=True, **TRAINING),
-        "kept: disable_recompute, 64 heads; backward from what the forward saves",
+        "saved_operands: disable_recompute, 64 heads; backward from what the forward saves",
     ),
     "from JAX": (
         call(4, kind="jax", **TRAINING),
@@ -378,9 +381,9 @@ def small_device(monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> Any:
         (1, BOUNDED_MODEL, False, "segments", ["prepare", "output"]),
         (1, MODEL, False, "dataflow", ["prepare_units", "walk"]),
         (2, BOUNDED_MODEL, False, "fused", ["chunk_forward"]),
-        (1, BOUNDED_MODEL | {"disable_recompute": True}, True, "kept", ["prepare", "scan_outputs"]),
+        (1, BOUNDED_MODEL | {"disable_recompute": True}, True, "saved_operands", ["prepare", "scan_outputs"]),
     ],
-    ids=["segments", "dataflow", "fused", "kept"],
+    ids=["segments", "dataflow", "fused", "saved_operands"],
 )
 def test_a_call_launches_the_kernels_of_its_form(
     small_device: list[str],

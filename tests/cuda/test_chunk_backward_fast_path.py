@@ -22,8 +22,8 @@ from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.runtime import device_figures
 
 EVERY = (True,) * 8
@@ -80,7 +80,7 @@ def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str) -> 
 
 def test_the_same_bits_in_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three launches in the place of the scan, with workspaces of their own."""
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 1)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: 1)
     first, second = draw(T=130, seed=0), draw(T=130, seed=1)
     step = made(first)
     assert step is not None

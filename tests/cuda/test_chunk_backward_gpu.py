@@ -68,7 +68,7 @@ def test_each_kernel_against_its_model(name: str, bounded: bool) -> None:
     wanted: dict[str, Any] = dict.fromkeys(scanned)
     if d_h0 is not None:
         wanted["d_h0"] = (d_h0.shape, torch.float32)
-    got = launch(scan_kernel(), request, inputs, work, wanted, device="cuda", **arrays)
+    got = launch(scan_kernel(2), request, inputs, work, wanted, device="cuda", **arrays)
     assert {k: e for k, x in scanned.items() if not (e := error(got[k][at], x[at])) < 1e-2} == {}
     if d_h0 is not None:
         assert error(got["d_h0"], d_h0) < 1e-2

@@ -13,9 +13,12 @@ import torch
 from chunk_backward_calls import draw, filled, launch, worst
 from cuda_calls import BOUNDED_MODEL, Draw, error, request_of
 
-from kdacore.types import ChunkInputs
+from kdacore.types import ChunkInputs, InputGrads
 from kdacore_cuda.build.compiler import compile_kernel
-from kdacore_cuda.forms.backward.kernels import scan_kernel, scan_warpgroups
+from kdacore_cuda.forms.backward.kernels import scan_kernel
+from kdacore_cuda.forms.backward.launches import launches_of
+from kdacore_cuda.runtime import device_figures, torch_launch
+from kdacore_cuda.runtime.program import Launch
 
 OUTPUTS = ("h", "u", "dh", "dr")
 BOUND = 3.5e-3
@@ -146,9 +149,17 @@ def test_compiles_without_spills(warpgroups: int) -> None:
     assert "setmaxnreg ignored" not in log
 
 
-def test_few_heads_have_a_block_for_each_half() -> None:
-    assert [scan_warpgroups(heads, 132) for heads in (1, 33, 34, 64)] == [1, 1, 2, 2]
-    assert [scan_kernel(n).grid(0, 64, 132) for n in (1, 2)] == [256, 128]
+def test_few_heads_have_a_block_for_each_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each walk, forward and in reverse; so few that both directions find a multiprocessor for each block."""
+    monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    found = {}
+    for heads in (13, 33, 34, 64):
+        request = request_of("chunk_kda", draw(1, heads, heads), **BOUNDED_MODEL)
+        first = launches_of(request, InputGrads(*[True] * len(InputGrads._fields))).first
+        (scan,) = (x for x in first.program.steps if isinstance(x, Launch) and x.name == "scan")
+        found[heads] = scan.kernel.source.macros["WARPGROUPS"], first.numbers["scan_blocks"]
+    assert found == {13: (1, 52), 33: (1, 132), 34: (2, 68), 64: (2, 128)}
 
 
 @pytest.mark.gpu

@@ -25,7 +25,8 @@ from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE, KernelSource
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
+from kdacore_cuda.forms.packaged_kernels import packaged_kernels
+from kdacore_cuda.forms.segments.segment_lengths import backward_segment_chunks
 from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
@@ -46,7 +47,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: chunks)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: chunks)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 17) -> torch.Tensor:
@@ -417,7 +418,7 @@ def test_few_heads_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_segments_depend_on_heads_alone() -> None:
-    assert [chunk_backward_segments_kernels.chunks_per_segment(n) for n in (1, 6, 7, 12)] == [16, 16, 32, 32]
+    assert [backward_segment_chunks(n) for n in (1, 6, 7, 12)] == [16, 16, 32, 32]
 
 
 @pytest.mark.parametrize(
@@ -442,9 +443,20 @@ def test_blocks_share_states_while_multiprocessors_are_idle(
     assert blocks["scan"] == 2 * segments * H * 2 // warpgroups[1]
 
 
-@pytest.mark.parametrize(
-    "kernel", list(chunk_backward_segments_kernels.packaged_segments_kernels()), ids=lambda k: k.name
-)
+PACKAGED = [
+    kernel
+    for kernel in packaged_kernels("sm_90a")
+    if kernel.macros["IN_SEGMENTS"]
+    or (kernel.entry in ("segment_maps", "segment_chain") and not kernel.macros["OF_SLICE"])
+]
+"""The backward's kernels for segments."""
+
+
+def test_the_kernels_for_segments_are_packaged() -> None:
+    assert len(PACKAGED) == 3 * 2
+
+
+@pytest.mark.parametrize("kernel", PACKAGED, ids=lambda k: k.name)
 def test_compiles_without_spills(kernel: KernelSource) -> None:
     log = compile_kernel(kernel, "sm_90a")
     assert log.usage().spills == 0

@@ -18,8 +18,8 @@ from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 2)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: 2)
     monkeypatch.setattr(segment_lengths, "lengths_of", lambda *given: SegmentLengths.growing(1, 3, 2, 2, 3))
 
 

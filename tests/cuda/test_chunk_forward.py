@@ -24,11 +24,25 @@ from form_calls import launches_of
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
-from kdacore_cuda.choice import cluster_size, preparing_clusters, resident_clusters
+from kdacore_cuda.choice import (
+    Figures,
+    choose_clusters,
+    cluster_size,
+    portable_cluster_size,
+    preparing_clusters,
+    resident_clusters,
+)
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused.sizes import prepared_steps_size
+from kdacore_cuda.forms.fused.workspace import prepared_steps_bytes
 from kdacore_cuda.runtime import device_figures, torch_launch
 
+
+def device(arch: str, multiprocessors: int) -> Figures:
+    """Of which nothing else is known."""
+    return Figures(arch, multiprocessors, lambda cluster: 0, lambda: 0.0)
+
+
+H100 = device("sm_90a", 132)
 SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 
 
@@ -41,7 +55,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_cluster(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(choice, "cluster_size", lambda *given: size)
+    for name in ("cluster_size", "portable_cluster_size"):
+        monkeypatch.setattr(choice, name, lambda *given: size)
 
 
 def draw(
@@ -331,7 +346,7 @@ def test_helpers_clear_the_flags_that_they_raise(
     monkeypatch.setattr(torch_launch, "allocator", remembering)
     T, H = 200, 3
     run(draw(1, T, H, H), **BOUNDED_MODEL)
-    (workspace,) = (x for x in made if x.shape == (4 * prepared_steps_size(T, H),))
+    (workspace,) = (x for x in made if x.shape == (prepared_steps_bytes(T, H),))
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
     assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks
@@ -374,10 +389,10 @@ def test_where_clusters_have_helpers() -> None:
     """24 heads of an H200 or H100, with unbounded gates 23 as well: fewer gain nothing, and with more, their helpers
     could not all run at once."""
     items = range(22, 26)
-    assert [preparing_clusters(n, 1024, 4, True, 132) for n in items] == [0, 0, 6, 0]
-    assert [preparing_clusters(n, 1024, 4, False, 132) for n in items] == [0, 6, 6, 0]
-    assert preparing_clusters(24, 1023, 4, True, 132) == 0
-    assert preparing_clusters(24, 1024, 2, True, 132) == 0
+    assert [preparing_clusters(n, 1024, 4, True, H100) for n in items] == [0, 0, 6, 0]
+    assert [preparing_clusters(n, 1024, 4, False, H100) for n in items] == [0, 6, 6, 0]
+    assert preparing_clusters(24, 1023, 4, True, H100) == 0
+    assert preparing_clusters(24, 1024, 2, True, H100) == 0
 
 
 def same_in_shares(
@@ -503,7 +518,7 @@ def test_many_short_sequences_have_a_kernel_of_their_own(
     def many_short(inputs: ChunkInputs, **options: Any) -> int:
         made = launches_of("fused", request_of("chunk_kda", inputs, **BOUNDED_MODEL, **options))
         (step,) = made.program.steps
-        return dict(step.launcher.kernel.defines)["MANY_SHORT"]
+        return dict(step.kernel.source.defines)["MANY_SHORT"]
 
     assert many_short(draw(16, 128)) == 1
     assert many_short(draw(16, 129)) == 0
@@ -535,21 +550,19 @@ def test_clusters_share_nothing(emulated: list[str], monkeypatch: pytest.MonkeyP
 
 
 def test_sharing_depends_on_shapes_alone() -> None:
-    assert resident_clusters(128, 2, 66, 132, "sm_90a") == 0
-    assert resident_clusters(128, 2, 67, 132, "sm_90a") == 66
-    assert resident_clusters(128, 4, 30, 132, "sm_90a") == 0
-    assert resident_clusters(128, 4, 31, 132, "sm_90a") == 30
-    assert resident_clusters(64, 1, 512, 132, "sm_90a") == 0
-    assert resident_clusters(128, 1, 512, 148, "sm_100f") == 0
+    assert resident_clusters(66, 2, H100) == 0
+    assert resident_clusters(67, 2, H100) == 66
+    assert resident_clusters(30, 4, H100) == 0
+    assert resident_clusters(31, 4, H100) == 30
+    wide, narrow = (request_of("chunk_kda", draw(512, 1, K=K), **BOUNDED_MODEL) for K in (128, 64))
+    assert choose_clusters(narrow, H100).resident == 0
+    assert choose_clusters(wide, device("sm_100f", 148)).resident == 0
 
 
 def test_cluster_size_depends_on_shapes_alone() -> None:
-    def size(items: int, tokens: int, multiprocessors: int = 132, arch: str = "sm_90a", K: int = 128) -> int:
-        return cluster_size(K, items, tokens, multiprocessors, arch)
-
-    assert [size(n, 8192) for n in (8, 30, 31, 40, 41, 64, 512)] == [4, 4, 4, 4, 2, 2, 2]
-    assert [size(n, 512) for n in (8, 30, 31, 40)] == [4, 4, 2, 2]
-    assert size(8, 512, 148, "sm_100f") == 4
-    assert size(512, 512, 148, "sm_100f") == 1
-    assert size(1, 512, 132, "sm_120") == 1
-    assert size(1, 512, K=64) == 1
+    assert [cluster_size(n, 8192, H100) for n in (8, 30, 31, 40, 41, 64, 512)] == [4, 4, 4, 4, 2, 2, 2]
+    assert [cluster_size(n, 512, H100) for n in (8, 30, 31, 40)] == [4, 4, 2, 2]
+    assert portable_cluster_size(128, 8, device("sm_100f", 148)) == 4
+    assert portable_cluster_size(128, 512, device("sm_100f", 148)) == 1
+    assert portable_cluster_size(128, 1, device("sm_120", 132)) == 1
+    assert portable_cluster_size(64, 1, H100) == 1

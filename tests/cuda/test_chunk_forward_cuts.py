@@ -14,8 +14,8 @@ from pool_checks import check_pools, pool_of
 from kdacore.types import ChunkInputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused import sizes
-from kdacore_cuda.forms.fused.sizes import cut_states_size
+from kdacore_cuda.forms.fused import workspace
+from kdacore_cuda.forms.fused.workspace import cut_states_bytes
 from kdacore_cuda.runtime import device_figures, torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -78,7 +78,7 @@ def test_null_slots_of_dense_calls(
     check(inputs, inplace_state=True, output_final_state=True, **BOUNDED_MODEL)
     request = request_of("chunk_kda", inputs, inplace_state=True, **BOUNDED_MODEL)
     assert grid_of(request) == multiprocessors
-    assert workspace_bytes(request) == 4 * cut_states_size(multiprocessors // 2)
+    assert workspace_bytes(request) == cut_states_bytes(multiprocessors // 2)
 
 
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
@@ -118,9 +118,9 @@ def test_a_workspace_that_is_too_small_is_found_out(
     """Host and device each count how much there is: with fewer numbers on the host, a flag lies in the guard. The
     cluster of the highest number sends no state, so its 16 flags of 8 bytes are not used."""
     use_multiprocessors(monkeypatch, 4)
-    name = "prepared_steps_size" if helped else "cut_states_size"
-    plain = getattr(sizes, name)
-    monkeypatch.setattr(sizes, name, lambda *given: plain(*given) - (1 if helped else 17))
+    name = "prepared_steps_bytes" if helped else "cut_states_bytes"
+    plain = getattr(workspace, name)
+    monkeypatch.setattr(workspace, name, lambda *given: plain(*given) - 4 * (1 if helped else 17))
     if helped:
         monkeypatch.setattr(choice, "cluster_size", lambda *given: 4)
         monkeypatch.setattr(choice, "resident_clusters", lambda *given: 0)

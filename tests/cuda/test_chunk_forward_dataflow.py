@@ -217,15 +217,15 @@ def test_outputs_of_the_caller(emulated: list[str]) -> None:
 
 
 def test_every_block_finds_a_multiprocessor() -> None:
-    kernel = chunk_forward_dataflow_kernels.prepare_units_kernel(False, True)
+    blocks = chunk_forward_dataflow_kernels.prepare_blocks
     for heads in range(17, 28):
-        assert kernel.grid(10**6, heads, 132) + 2 * heads == 132
-    assert kernel.grid(3, 17, 132) == 3
-    assert kernel.grid(10**6, 2, 3) == 1
+        assert blocks(10**6, heads, 132) + 2 * heads == 132
+    assert blocks(3, 17, 132) == 3
+    assert blocks(10**6, 2, 3) == 1
 
 
 def test_products_overlap() -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
-    log = compile_kernel(chunk_forward_dataflow_kernels.walk_kernel(), "sm_90a").log
+    log = compile_kernel(chunk_forward_dataflow_kernels.walk_kernel().source, "sm_90a").log
     assert "serialized" not in log
     assert "setmaxnreg ignored" not in log

@@ -13,8 +13,8 @@ from cuda_calls import BOUNDED_MODEL, MODEL, request_of
 from kdacore.types import ChunkInputs, FastCall
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.runtime import device_figures
 
 

@@ -15,8 +15,8 @@ from server_model import Expected
 from kdacore.types import ChunkInputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.runtime import device_figures
 
 NAN = float("nan")

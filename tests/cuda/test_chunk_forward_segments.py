@@ -24,14 +24,16 @@ from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.choice import Figures
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
 from kdacore_cuda.forms.segments import launches as segments_launches
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.runtime import device_figures, driver, torch_launch
+from kdacore_cuda.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -434,9 +436,8 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
     use = choice.use_segments
     h100, h200 = 3.35e12, 4.9e12
     for rate, bounded, most in ((h100, True, 17), (h200, True, 22), (h100, False, 22), (h200, False, 22)):
-        assert [n for n in range(1, 100) if use(n, bounded, 132, lambda rate=rate: rate)] == [
-            *range(1, most + 1)
-        ]
+        device = Figures("sm_90a", 132, lambda cluster: 0, lambda rate=rate: rate)
+        assert [n for n in range(1, 100) if use(n, bounded, device)] == [*range(1, most + 1)]
     assert not use(16, True, 66, lambda: h200)
 
 
@@ -602,7 +603,7 @@ def test_the_benchmark_cuts_segments_as_it_is_told(
         chunk_forward_segments_kernels.output_kernel(2, paired=True),
     ],
 )
-def test_products_overlap(kernel: chunk_forward_segments_kernels.SegmentsKernel) -> None:
+def test_products_overlap(kernel: Kernel) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
     log = compile_kernel(kernel.source, "sm_90a").log
     assert "serialized" not in log

@@ -8,8 +8,8 @@ import pytest
 from emulated_backend import registered, run_emulated, wide_inference_cases
 
 from kdacore_cuda import choice
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 
 QUICK = (
     "chunk_kda-causality_append-base",

@@ -183,7 +183,9 @@ def test_host_time(T: int, bound: float) -> None:
 
 
 def test_few_heads_go_in_segments() -> None:
-    assert choice.use_segments(16, True, torch_launch.multiprocessors(0), lambda: 0.0)
+    assert choice.use_segments(
+        16, True, choice.Figures("sm_90a", torch_launch.multiprocessors(0), lambda cluster: 0, lambda: 0.0)
+    )
     inputs = draw(64, 16)
     got = chunk_forward.forward(r := request(inputs, **BOUNDED_MODEL), inputs)
     assert same(got, segments_forward(r, inputs))

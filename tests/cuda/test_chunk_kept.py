@@ -27,10 +27,10 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward import launches as backward_launches
-from kdacore_cuda.forms.backward.kernels import one_way_warpgroups, scan_kernel, scan_outputs_kernel
+from kdacore_cuda.forms.backward.kernels import scan_kernel, scan_outputs_kernel, walk_warpgroups
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.kept import launches as kept_launches
-from kdacore_cuda.forms.kept import sizes as chunk_kept
+from kdacore_cuda.forms.saved_operands import launches as kept_launches
+from kdacore_cuda.forms.saved_operands import workspace as saved_operands
 from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
@@ -95,7 +95,7 @@ def check(inputs: ChunkInputs, launched: list[str], *, gradients_too: bool = Tru
     (buffer,) = out.saved
     units = int(plan_of(request).numbers["units"])
     assert buffer.dtype == torch.uint8 and buffer.shape == (units * 133376,)
-    kept = {name: buffer[at:] for name, at in chunk_kept.kept_places(units).items()}
+    kept = {name: buffer[at:] for name, at in saved_operands.saved_buffer(units)[0].items()}
     assert grads.o is not None
     for name, x in recomputed(request, inputs, grads.o).items():
         if name in ("dh", "dr"):
@@ -172,7 +172,7 @@ def test_bits_do_not_depend_on_how_blocks_share_a_state(
     found = []
     for warpgroups in (1, 2):
         for module in (kept_launches, backward_launches):
-            monkeypatch.setattr(module, "one_way_warpgroups", lambda *args, n=warpgroups: n)
+            monkeypatch.setattr(module, "walk_warpgroups", lambda *args, n=warpgroups: n)
         emulated.clear()
         found.append(run(kept_request(inputs, output_final_state=True), inputs))
         assert [f"WARPGROUPS{warpgroups}" in name for name in emulated[:4]] == [False, True, True, False]
@@ -307,10 +307,10 @@ def test_which_calls_keep_something(emulated: list[str], monkeypatch: pytest.Mon
 
 def test_memory() -> None:
     """Bytes of a chunk and value head: 2084 a token. The places are those of the buffer."""
-    assert chunk_kept.bytes_per_unit() == 133376 == 64 * 2084
-    places = chunk_kept.kept_places(3)
-    assert list(places) == list(chunk_kept.KEPT) and all(at % 256 == 0 for at in places.values())
-    assert chunk_kept.kept_bytes(8192 * 64 // 64) == 1092616192  # B1 T8192 H64
+    places, size = saved_operands.saved_buffer(3)
+    assert size == 3 * 133376 == 3 * 64 * 2084
+    assert list(places) == list(saved_operands.SAVED) and all(at % 256 == 0 for at in places.values())
+    assert saved_operands.saved_buffer(8192 * 64 // 64)[1] == 1092616192  # B1 T8192 H64
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])
@@ -345,9 +345,12 @@ def test_on_the_device(monkeypatch: pytest.MonkeyPatch, T: int, H: int, HV: int,
         assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-def test_grids() -> None:
-    assert [one_way_warpgroups(heads, 132) for heads in (13, 64, 66, 67, 96)] == [1, 1, 1, 2, 2]
-    assert [scan_outputs_kernel(n).grid(0, 64, 132) for n in (1, 2)] == [128, 64]
+def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
+    assert [walk_warpgroups(heads, 132) for heads in (13, 64, 66, 67, 96)] == [1, 1, 1, 2, 2]
+    calls = {heads: kept_request(draw(1, heads, heads)) for heads in (13, 66, 67)}
+    found = {heads: kept_launches.launches_of(r).numbers["output_blocks"] for heads, r in calls.items()}
+    assert found == {13: 26, 66: 132, 67: 67}
 
 
 def test_the_benchmark_launches_what_a_call_launches(

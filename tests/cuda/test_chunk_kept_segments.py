@@ -23,8 +23,8 @@ from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.segments import launches as segments_launches
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
@@ -43,7 +43,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing would have others."""
     monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 3)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: 3)
     cut_in(monkeypatch, SegmentLengths.uniform(2))
 
 

@@ -133,9 +133,9 @@ def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        intra_kernel(128, False),
-        recompute_kernel(64, 64, False),
-        chunk_forward_kernel(64, 1, False, False, PORTABLE[0]),
+        intra_kernel(128, False).source,
+        recompute_kernel(64, 64, False).source,
+        chunk_forward_kernel(64, 1, False, False, PORTABLE[0]).source,
     ],
     ids=lambda kernel: kernel.name[:24],
 )
@@ -154,7 +154,7 @@ def test_every_portable_kernel(kernel: KernelSource, arch: str, tmp_path: Path) 
 
 FLOAT_GATE = [
     pytest.param(
-        chunk_forward_kernel(K, cluster, bounded, True, arch),
+        chunk_forward_kernel(K, cluster, bounded, True, arch).source,
         arch,
         id=f"K{K} x{cluster} bounded{bounded:d} {arch}",
     )
@@ -176,4 +176,4 @@ def test_chunk_forward_with_a_float32_gate_elsewhere(kernel: KernelSource, arch:
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64)])
 @pytest.mark.parametrize("float16", [False, True])
 def test_stages_whose_head_dims_differ(K: int, V: int, float16: bool, arch: str) -> None:
-    assert compile_kernel(recompute_kernel(K, V, float16), arch).cubin
+    assert compile_kernel(recompute_kernel(K, V, float16).source, arch).cubin

@@ -18,13 +18,13 @@ from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
 KERNELS = {
-    "bounded": chunk_forward_kernel(128, 2, True, False),
-    "unbounded": chunk_forward_kernel(128, 2, False, False),
-    "few heads": chunk_forward_kernel(128, 4, True, False),
-    "head dim 64": chunk_forward_kernel(64, 1, True, False),
-    "recurrent": recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN),
-    "recurrent V first": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN),
-    "recurrent head gate": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN_HEAD_GATE),
+    "bounded": chunk_forward_kernel(128, 2, True, False).source,
+    "unbounded": chunk_forward_kernel(128, 2, False, False).source,
+    "few heads": chunk_forward_kernel(128, 4, True, False).source,
+    "head dim 64": chunk_forward_kernel(64, 1, True, False).source,
+    "recurrent": recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source,
+    "recurrent V first": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN).source,
+    "recurrent head gate": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN_HEAD_GATE).source,
 }
 
 
@@ -63,12 +63,12 @@ def test_matrix_instructions(
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
 def test_other_architectures(arch: str) -> None:
-    assert compile_kernel(chunk_forward_kernel(128, 1, True, False, arch), arch).cubin
-    assert compile_kernel(recurrent_kernel(64, True, True, RecurrentMode.GENERAL), arch).cubin
+    assert compile_kernel(chunk_forward_kernel(128, 1, True, False, arch).source, arch).cubin
+    assert compile_kernel(recurrent_kernel(64, True, True, RecurrentMode.GENERAL).source, arch).cubin
 
 
 def test_clusters_compile_for_sm100() -> None:
-    assert compile_kernel(chunk_forward_kernel(64, 2, True, True, "sm_100f"), "sm_100f").cubin
+    assert compile_kernel(chunk_forward_kernel(64, 2, True, True, "sm_100f").source, "sm_100f").cubin
 
 
 def test_error_carries_the_log() -> None:

@@ -15,7 +15,7 @@ from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
-KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
+KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
 
 
 def test_cache_round_trip_and_damage(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from sized_kernel import SizedKernel
 from stub_driver import Launched, Memory, Recorder
 
 from kdacore.errors import PerformanceWarning
@@ -27,10 +28,14 @@ from kdacore_cuda.runtime import driver, executor
 from kdacore_cuda.runtime import program as programs
 from kdacore_cuda.runtime.driver import DriverError
 from kdacore_cuda.runtime.executor import Executor
-from kdacore_cuda.runtime.launcher import STATIC_SHARED, Launcher
 from kdacore_cuda.runtime.native_executor import NativeExecutor, _Failure
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Clear, InPlace, Launch, Program, Step, Value
-from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError, PythonExecutor
+from kdacore_cuda.runtime.python_executor import (
+    STATIC_SHARED,
+    DeviceMismatchError,
+    ProgramError,
+    PythonExecutor,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -68,7 +73,7 @@ def kernel(name: str, entry: str = "") -> KernelSource:
 def launch(name: str, grid: str = "blocks", threads: int = 96, shared: int = 1000, **fields: Value) -> Launch:
     params = PARAMS[name]
     own = {field: value for field, value in (FIELDS | fields).items() if field in params.offsets}
-    return Launch(name, Launcher(kernel(name), params, threads, shared), grid, own)
+    return Launch(name, SizedKernel(kernel(name), params, threads=threads, shared=shared), grid, own)
 
 
 def make(*steps: Step, arrays: tuple[str, ...] = ARRAYS, given: Mapping[str, float] = GIVEN) -> Program:
@@ -629,8 +634,14 @@ def test_a_number_in_fields_of_both_widths(recorder: Recorder) -> None:
     assert seen["stride"] == seen["negative"] == -7 and seen["unset"] == seen["count"] == 2**31 - 1
 
 
+def test_the_order_of_numbers_is_that_of_the_steps() -> None:
+    """The same in every process: names in a set come in an order that differs between processes."""
+    steps = Clear("a", "bytes"), launch("narrow"), launch("none", "no blocks"), Clear("b", "no bytes")
+    assert make(*steps).numbers == ("scale", "bytes", "blocks", "no blocks", "no bytes")
+
+
 def test_entries_have_a_longest_name() -> None:
-    wrong = Launcher(kernel("narrow", "x" * 33), PARAMS["narrow"], 32, 0)
+    wrong = SizedKernel(kernel("narrow", "x" * 33), PARAMS["narrow"])
     with pytest.raises(ValueError, match="longer than 32 bytes"):
         make(Launch("narrow", wrong, "blocks")).words("sm_90a", 90, 132)
 

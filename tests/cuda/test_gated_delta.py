@@ -43,7 +43,7 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 127, 129, 257])
 def test_lengths(emulated: list[str], T: int) -> None:
     check(draw(T, B=1 + T % 2, seed=T), **MODEL)
-    assert [name.split("-")[0] for name in emulated] == ["prepare", "walk"]
+    assert [name.split("-")[0] for name in emulated] == ["chunk_records", "walk_records"]
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

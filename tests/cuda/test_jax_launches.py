@@ -22,7 +22,7 @@ from jax_emulation import Device
 import kdacore
 from kdacore.errors import UnsupportedError
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs, Request
-from kdacore_cuda import verifiers
+from kdacore_cuda import unsupported_calls
 from kdacore_cuda.build import packaged_cubins
 from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.jax import backward as jax_backward
@@ -66,11 +66,11 @@ def test_parameters_are_those_of_the_plan(either_handler: Device) -> None:
     launches = fused.launches_of(dataclasses.replace(request, kind="jax", device=HOPPER))
     (step,) = launches.program.steps
     assert isinstance(step, Launch)
-    launcher, numbers = step.launcher, launches.numbers
+    kernel, numbers = step.kernel, launches.numbers
     assert (launched.grid, launched.threads, launched.shared) == (
-        *(numbers["blocks"], launcher.threads, launcher.shared),
+        *(numbers["blocks"], *kernel.block("sm_90a")),
     )
-    assert launched.kernel is launcher.kernel and launched.overlaps
+    assert launched.kernel is kernel.source and launched.overlaps
     got = dict(zip((name for name, _ in CHUNK_FORWARD.fields), launched.values, strict=True))
     want = {name: numbers[name] for name, kind in CHUNK_FORWARD.fields if kind != "ptr" and name != "launch"}
     assert {n: got[n] for n in want} == {n: pytest.approx(x) for n, x in want.items()}
@@ -304,8 +304,8 @@ def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device, o
 def test_an_unknown_version_of_xlas_interface_is_declined(
     either_handler: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert verifiers._xla_version() in verifiers.XLA_VERSIONS
-    monkeypatch.setattr(verifiers, "_xla_version", lambda: (1, 0))
+    assert unsupported_calls._xla_version() in unsupported_calls.XLA_VERSIONS
+    monkeypatch.setattr(unsupported_calls, "_xla_version", lambda: (1, 0))
     with pytest.raises(UnsupportedError, match=r"XLA FFI 1\.0; wanted XLA FFI 0\.3"):
         run(arrays(T=41))
 
@@ -335,9 +335,9 @@ def test_export_for_a_gpu_that_is_not_here() -> None:
 
 def test_sizes_that_are_symbols_are_declined() -> None:
     (symbol,) = jax.export.symbolic_shape("b")
-    reason = verifiers.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
+    reason = unsupported_calls.known_sizes(dataclasses.replace(_request(), B=symbol, N=symbol))
     assert reason is not None and reason.code == "traced"
-    assert verifiers.grid_size(dataclasses.replace(_request(), B=symbol, N=symbol)) is None
+    assert unsupported_calls.grid_size(dataclasses.replace(_request(), B=symbol, N=symbol)) is None
 
 
 def test_devices_are_counted_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
-    monkeypatch.setattr(launches, "chunks_per_segment", lambda *args: 2)
+    monkeypatch.setattr(launches, "slice_segment_chunks", lambda *args: 2)
 
 
 def middle_rank(inputs: ChunkInputs, ranks: int, options: dict[str, Any]) -> Rank:
@@ -105,11 +105,9 @@ def test_launches_are_those_of_torch(
     def start_of(program: Program, arch: str, index: int) -> Start:
         def start(stream: int, values: bytes) -> None:
             for step, grid, packed in launches_of(program, values):
-                params = step.launcher.params
+                params = step.kernel.params
                 names = [field for field, _ in params.fields]
-                made.append(
-                    (step.launcher, grid, dict(zip(names, params.packer.unpack(packed), strict=True)))
-                )
+                made.append((step.kernel, grid, dict(zip(names, params.packer.unpack(packed), strict=True))))
 
         return start
 
@@ -117,11 +115,11 @@ def test_launches_are_those_of_torch(
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     rank = middle_rank(*CASES[name])
     from_both(rank)
-    assert [x.kernel.name for x in either_handler.launched] == [x.kernel.name for x, _, _ in made]
-    for got, (launcher, grid, want) in zip(either_handler.launched, made, strict=True):
-        assert (got.grid, got.threads, got.shared) == (grid, launcher.threads, launcher.shared)
-        for (field, kind), value in zip(launcher.params.fields, got.values, strict=True):
-            where = f"{launcher.kernel.name}: {field}"
+    assert [x.kernel.name for x in either_handler.launched] == [x.source.name for x, _, _ in made]
+    for got, (kernel, grid, want) in zip(either_handler.launched, made, strict=True):
+        assert (got.grid, got.threads, got.shared) == (grid, *kernel.block("sm_90a"))
+        for (field, kind), value in zip(kernel.params.fields, got.values, strict=True):
+            where = f"{kernel.source.name}: {field}"
             if kind == "ptr":
                 unused = field in ("initial_state", "launch")
                 assert unused or bool(value) == bool(want[field]), where

@@ -34,9 +34,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     def start_of(program: Program, arch: str, index: int) -> Any:
         def start(stream: int, values: bytes) -> None:
             for step, _, packed in launches_of(program, values):
-                params = step.launcher.params
+                params = step.kernel.params
                 named = dict(zip(params.offsets, params.packer.unpack(packed), strict=True))
-                found.append((step.launcher.kernel.name, named))
+                found.append((step.kernel.source.name, named))
 
         return start
 

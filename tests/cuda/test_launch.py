@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulator import STRUCTS
 from recording_driver import EXECUTORS, Seen, Stub
+from sized_kernel import SizedKernel
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda import kernel_parameters
@@ -24,7 +25,6 @@ from kdacore_cuda.kernel_parameters import GROUPS, RECURRENT, ParamStruct
 from kdacore_cuda.request_encoding import division
 from kdacore_cuda.runtime import executor
 from kdacore_cuda.runtime.driver import DriverError
-from kdacore_cuda.runtime.launcher import Launcher
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Clear, InPlace, Launch, Program, Value
 from kdacore_cuda.runtime.python_executor import DeviceMismatchError, ProgramError
 
@@ -47,13 +47,14 @@ def stub(request: pytest.FixtureRequest, library: Stub, monkeypatch: pytest.Monk
     return library
 
 
-def launcher(shared: int = 1000) -> Launcher:
-    return Launcher(recurrent_kernel(64, False, False, RecurrentMode.GENERAL), RECURRENT, 64, shared)
+def kernel(shared: int = 1000) -> SizedKernel:
+    source = recurrent_kernel(64, False, False, RecurrentMode.GENERAL).source
+    return SizedKernel(source, RECURRENT, threads=64, shared=shared)
 
 
 def one_launch(shared: int = 1000, fields: Mapping[str, Value] = {}) -> Program:
     """A launch whose fields hold values of their own names."""
-    return Program((Launch("one", launcher(shared), "blocks", fields),), POINTERS, (*NUMBERS, "blocks"))
+    return Program((Launch("one", kernel(shared), "blocks", fields),), POINTERS, (*NUMBERS, "blocks"))
 
 
 def run(
@@ -101,7 +102,7 @@ def test_a_refused_launch_raises(stub: Stub) -> None:
 
 
 def test_a_kernel_that_the_machine_code_lacks(stub: Stub) -> None:
-    other = Launcher(dataclasses.replace(launcher().kernel, entry="elsewhere"), RECURRENT, 64, 0)
+    other = SizedKernel(dataclasses.replace(kernel().source, entry="elsewhere"), RECURRENT)
     program = Program((Launch("one", other, "blocks"),), POINTERS, (*NUMBERS, "blocks"))
     with pytest.raises(DriverError, match=r"cuLibraryGetKernel failed: CUDA_ERROR_STUB \(500\)"):
         run(program, VALUES | {"blocks": 1})
@@ -131,7 +132,7 @@ def test_launches_may_begin_early_where_the_architecture_has_that(
 
 
 def test_fields_without_a_value_are_zero(stub: Stub) -> None:
-    program = Program((Launch("one", launcher(), "T"),), ("k", "dt_bias"), ("T", "scale"))
+    program = Program((Launch("one", kernel(), "T"),), ("k", "dt_bias"), ("T", "scale"))
     for values in ({"k": 11, "dt_bias": 13}, {"k": 2**47 + 1, "dt_bias": 0}):
         run(program, {"T": 5, "scale": 0.5} | values)
         assert stub()[-1].params == dict.fromkeys(VALUES, 0) | values | {"T": 5, "scale": 0.5}
@@ -140,7 +141,7 @@ def test_fields_without_a_value_are_zero(stub: Stub) -> None:
 def test_fields_hold_other_values_than_those_of_their_name(stub: Stub) -> None:
     """Sums of a buffer and an offset, nothing, and a number that no other call has."""
     offsets = {"v": ("q", "k_at"), "g": NOTHING, "o": LAUNCH, "H": "T"}
-    program = Program((Launch("one", launcher(), "T", offsets),), POINTERS, (*NUMBERS, "k_at"))
+    program = Program((Launch("one", kernel(), "T", offsets),), POINTERS, (*NUMBERS, "k_at"))
     for _ in range(2):
         run(program, VALUES | {"q": 2**46, "k_at": 2**33 + 16})
     first, second = (x.params for x in stub())
@@ -157,7 +158,7 @@ def test_programs_of_one_kernel_share_its_code(stub: Stub) -> None:
 
 def three_launches(**changes: Any) -> Program:
     """Of given, 5, and given numbers of blocks."""
-    plain = launcher()
+    plain = kernel()
     first = Launch("first", plain, "some", {"o": ("work", "o_at"), "T": "five", "N": NOTHING})
     second = Launch("second", plain, "five", {"k": ("q", "k_at"), "q": NOTHING, "h0": "work"})
     third = Launch("third", plain, "more", {"k": "q", "q": NOTHING})
@@ -192,7 +193,7 @@ def test_a_refused_launch_ends_a_call(stub: Stub) -> None:
 
 def test_memory_is_cleared_and_copied_in_order(stub: Stub) -> None:
     a, b = torch.full((64,), 7, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    steps = InPlace("k", "work", "size"), Clear("q", "bytes"), Launch("one", launcher(), "blocks")
+    steps = InPlace("k", "work", "size"), Clear("q", "bytes"), Launch("one", kernel(), "blocks")
     program = Program(steps, ("q", "k", "work"), ("bytes", "size", "blocks"))
     values = {
         "q": a.data_ptr(),
@@ -319,7 +320,7 @@ def test_values_are_packed_at_their_offsets(params: ParamStruct) -> None:
 
 
 def test_the_emulator_lays_structs_out_alike() -> None:
-    kernel = recurrent_kernel(64, True, False, RecurrentMode.ONE_TOKEN)
+    kernel = recurrent_kernel(64, True, False, RecurrentMode.ONE_TOKEN).source
     library = emulator.build(kernel, RECURRENT)
     library.offset_of.restype = ctypes.c_size_t
     found = [library.offset_of(i) for i in range(len(RECURRENT.fields))]

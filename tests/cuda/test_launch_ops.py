@@ -22,16 +22,15 @@ from kdacore.types import (
     Request,
 )
 from kdacore_cuda import choice
-from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.backward import sizes as chunk_backward_sizes
-from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel, chunk_forward_threads
+from kdacore_cuda.forms.backward import workspace as chunk_backward_workspace
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.saved import MAP_BYTES
-from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, SegmentLengths
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 from kdacore_cuda.kernel_parameters import (
@@ -138,10 +137,10 @@ def test_chunk_forward(seen: Stub, monkeypatch: pytest.MonkeyPatch, K: int, pack
     (x,) = seen()
     cluster = 4 if K == 128 else 1
     assert (x.entry, x.grid) == ("chunk_forward", N * HV * cluster)
-    assert (x.block, x.shared) == (
-        chunk_forward_threads(K, cluster),
-        shared_bytes(chunk_forward_kernel(K, cluster, bounded=True, float_gate=False)),
+    assert (x.block, x.shared) == chunk_forward_kernel(K, cluster, bounded=True, float_gate=False).block(
+        "sm_90a"
     )
+    assert x.block == {64: 384, 128: 512}[K]
     assert x.limit == x.shared
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     holds(x.params, **named, cu_seqlens=inputs.cu_seqlens, o=got.o, h0=inputs.initial_state)
@@ -313,7 +312,8 @@ def test_stages(seen: Stub, packed: bool, with_q: bool) -> None:
     items = (1 if packed else B) * NT * HV
     assert (intra.grid, recompute.grid) == (items, 2 * items)  # halves of so few
     assert (intra.limit, recompute.limit) == (intra.shared, 0)  # up to 48 KB need no raised limit
-    assert recompute.shared == shared_bytes_of_each(hopper_recompute_kernel(False, with_q))[1]
+    half = hopper_recompute_kernel(False, with_q, whole_items=False)
+    assert (recompute.block, recompute.shared) == half.block("sm_90a")
     holds(recompute.params, whole=0, kept=0)  # all that so few write is to stay in L2
     for x in (intra, recompute):
         assert x.block == 128
@@ -411,7 +411,7 @@ def backward_call(packed: bool, groups: bool, float_gate: bool) -> tuple[Request
     return on_hopper(dataclasses.replace(request, needs_grad=True)), inputs
 
 
-WORKSPACE = {*chunk_backward_sizes.WORKSPACE, "dA_part", "dbias_part"}
+WORKSPACE = {*chunk_backward_workspace.WORKSPACE, "dA_part", "dbias_part"}
 RESULTS = {"dq", "dk", "dv", "dg", "dbeta", "d_h0", "d_A", "d_bias", "part", "out"}
 
 
@@ -423,7 +423,7 @@ def test_cached_chunk_backward(
 ) -> None:
     """What is packed once is what a first call packs; arrays of the workspace do not overlap."""
     monkeypatch.setattr(choice, "use_segments_backward", lambda items, multiprocessors: cut)
-    monkeypatch.setattr(chunk_backward_segments, "chunks_per_segment", lambda *given: 1)
+    monkeypatch.setattr(chunk_backward_segments, "backward_segment_chunks", lambda *given: 1)
     request, inputs = backward_call(packed, groups, float_gate)
     do = torch.randn_like(inputs.v)
     dht = torch.randn(3, 4, 128, 128) if packed else None
@@ -471,7 +471,7 @@ def test_cached_chunk_backward(
     units = grads.params["units"]
     per_head = 4 * 128 * inputs.v.numel() // 128 if groups else None
     sizes = {
-        name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward_sizes.WORKSPACE.items()
+        name: n * ITEM_SIZES[dtype] * units for name, (n, dtype) in chunk_backward_workspace.WORKSPACE.items()
     }
     sizes |= {"dA_part": 4 * units, "dbias_part": 4 * 128 * units}
     if cut:

@@ -94,7 +94,7 @@ def check_launches(made: Launches) -> None:
     steps = made.program.steps
     blocks = {x.name: made.numbers[x.grid] for x in steps if isinstance(x, Launch)}
     entries = [
-        x.launcher.kernel.entry if isinstance(x, Launch) else OTHER_WORK
+        x.kernel.source.entry if isinstance(x, Launch) else OTHER_WORK
         for x in steps
         if not isinstance(x, Launch) or blocks[x.name]
     ]

@@ -14,8 +14,9 @@ from disassembly import disassemble
 
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, row_name
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, prepare_kernel
+from kdacore_cuda.forms.backward.kernels import prepare_kernel
 from kdacore_cuda.forms.segments.kernels import segments_prepare_kernel
+from kdacore_cuda.runtime.kernel import Kernel
 
 _LOAD = re.compile(r"\b(LDG|LD)\.E\b")
 _EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
@@ -33,7 +34,7 @@ _WAIT = re.compile(r"\bDEPBAR\.LE SB0\b")
     ),
 )
 def test_all_rows_are_asked_for_before_a_parameter_is_used(
-    prepare: Callable[[bool, bool], ChunkBackwardKernel], groups: int, float_gate: bool
+    prepare: Callable[[bool, bool], Kernel], groups: int, float_gate: bool
 ) -> None:
     kernel = prepare(float_gate, True).source
     lines = disassemble(FOLDER / CUBINS.rows()[row_name(kernel, HOPPER)]["file"]).splitlines()

@@ -21,10 +21,11 @@ from kdacore.types import ChunkInputs, InputGrads, OutputGrads
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.forms.packaged_kernels import packaged_kernels
+from kdacore_cuda.forms.segments.segment_lengths import slice_segment_chunks
 from kdacore_cuda.forms.slices import backward as chunk_backward_slices
 from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 from kdacore_cuda.forms.slices import functions as slices
-from kdacore_cuda.forms.slices import kernels as chunk_slices_kernels
 from kdacore_cuda.forms.slices import launches as slices_launches
 from kdacore_cuda.runtime import device_figures, executor, torch_launch
 from kdacore_reference.oracle import oracle_backward, oracle_forward
@@ -43,7 +44,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setattr(slices_launches, "chunks_per_segment", lambda *args: chunks)
+    monkeypatch.setattr(slices_launches, "slice_segment_chunks", lambda *args: chunks)
 
 
 def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -332,13 +333,26 @@ def test_which_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_segments_are_longer_where_there_are_many() -> None:
     """The fastest that were measured, of 8 to 64 chunks."""
-    choose = chunk_slices_kernels.chunks_per_segment
+    choose = slice_segment_chunks
     found = [choose(T // 64, H, 132) for T, H in ((2048, 1), (16384, 16), (65536, 4), (65536, 16))]
     assert found == [8, 64, 64, 128]
 
 
+ENTRIES = ("transition", "slice_starts", "slice_gradient", "slice_chain")
+PACKAGED = [
+    kernel
+    for kernel in packaged_kernels("sm_90a")
+    if kernel.macros["OF_SLICE"] or kernel.macros["LEAVING_ONLY"] or kernel.entry in ENTRIES
+]
+"""The kernels for slices alone."""
+
+
+def test_the_kernels_for_slices_are_packaged() -> None:
+    assert len(PACKAGED) == 2 + 4 + 2 + 2 * len(ENTRIES)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", list(chunk_slices_kernels.packaged_slices_kernels()), ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", PACKAGED, ids=lambda k: k.name)
 def test_compiles_without_spills(kernel: KernelSource) -> None:
     log = compile_kernel(kernel, "sm_90a")
     assert log.usage().spills == 0

@@ -48,7 +48,7 @@ CASES = {
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices_launches, "chunks_per_segment", lambda *args: 2)
+    monkeypatch.setattr(slices_launches, "slice_segment_chunks", lambda *args: 2)
 
 
 def given_for(inputs: ChunkInputs, final_shape: tuple[int, ...]) -> OutputGrads:

@@ -17,7 +17,7 @@ from kdacore import stages as api
 from kdacore.errors import UnsupportedError
 from kdacore.oracle import stages as exact
 from kdacore.types import ChunkInputs, Device, IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs
-from kdacore_cuda import choice, make_backend, verifiers
+from kdacore_cuda import choice, make_backend, unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.forms.stages.kernels import intra_kernel, recompute_kernel
@@ -263,7 +263,7 @@ def test_verifiers(op: str, changes: dict[str, Any], code: str | None) -> None:
 def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
     r = stage_request("kda_recompute_w_u", Drawn(4).recompute())
     tensors = tuple((n, dataclasses.replace(s, dtype=dtype) if n == name else s) for n, s in r.tensors)
-    reason = verifiers.stage_dtypes(dataclasses.replace(r, tensors=tensors))
+    reason = unsupported_calls.stage_dtypes(dataclasses.replace(r, tensors=tensors))
     assert reason is not None
     assert reason.code == "dtype"
     assert name in reason.got
@@ -272,7 +272,7 @@ def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120"])
 @pytest.mark.parametrize(
     "kernel",
-    [intra_kernel(128, False), recompute_kernel(128, 128, True)],
+    [intra_kernel(128, False).source, recompute_kernel(128, 128, True).source],
     ids=["intra", "recompute"],
 )
 def test_kernels_compile_without_spills(kernel: KernelSource, arch: str) -> None:

@@ -13,8 +13,9 @@ from stages_calls import Drawn, recompute, stage_request
 from kdacore.oracle import stages as exact
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice
+from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.build.compiler import compile_kernel
-from kdacore_cuda.build.shared_memory import shared_bytes_of_each
+from kdacore_cuda.build.launch_sizes import launch_sizes
 from kdacore_cuda.choice import has_hopper_recompute
 from kdacore_cuda.forms.stages import launches
 from kdacore_cuda.forms.stages.kernels import (
@@ -110,7 +111,7 @@ def test_results_are_stored_to_stay_from_there_on(
 ) -> None:
     """Of twelve chunks and heads, of 64, 6, 64 and 6 tokens with three heads each, all but the first four."""
     use(monkeypatch, whole_fraction)
-    stored = emulator.build(hopper_recompute_kernel(False, with_q), RECOMPUTE).kept_bytes
+    stored = emulator.build(hopper_recompute_kernel(False, with_q).source, RECOMPUTE).kept_bytes
     before = stored()
     recompute(draw(T=70, B=2, H=3, HV=3).recompute(with_q))
     rows = 2 * 6 + 3 * 64 + 3 * 6
@@ -219,10 +220,10 @@ def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_
 @queries
 @pytest.mark.parametrize("float16", [False, True])
 def test_it_compiles_without_spills(float16: bool, with_q: bool) -> None:
-    kernel = hopper_recompute_kernel(float16, with_q)
+    kernel = hopper_recompute_kernel(float16, with_q).source
     usage = compile_kernel(kernel, "sm_90a").usage()
     assert usage.spills == 0
     # What blocks of a multiprocessor have together, each with 1 KB of its own; four have registers.
-    for shared, blocks in zip(shared_bytes_of_each(kernel), (3, 4), strict=True):
+    for shared, blocks in zip(launch_sizes(kernel, HOPPER).shared, (3, 4), strict=True):
         assert blocks * (shared + 1024) <= 228 * 1024
         assert blocks * 128 * usage.registers <= 65536

@@ -16,7 +16,7 @@ from kdacore.ops import (
     SEQUENCE_FEATURES,
     STAGE_FEATURES,
 )
-from kdacore.types import Backend, Forward, OpImpl, Request, Requirement
+from kdacore.types import Backend, Forward, OpImpl, Request, Requirement, Verifier
 
 VERIFIED = frozenset({"sm_90"})
 """Architectures the conformance suite has run on, all ops
@@ -60,7 +60,9 @@ __version__ = "0.1.0"
 
 _lazy = partial(lazy_function, "kdacore_cuda")
 
-_verifier = partial(_lazy, "verifiers")
+
+def _verifiers(*names: str) -> tuple[Verifier, ...]:
+    return tuple(_lazy("unsupported_calls", name) for name in names)
 
 
 def _array_library_missing() -> str | None:
@@ -80,68 +82,40 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
 
 
 _COMMON = (
-    _verifier("known_sizes"),
-    _verifier("xla_version"),
-    _verifier("architecture"),
-    _verifier("compiler"),
-    _verifier("head_dims"),
-    _verifier("gate_dtypes"),
-    _verifier("state_dtype"),
-    _verifier("grid_size"),
+    *_verifiers("known_sizes", "xla_version"),
+    *_verifiers("architecture", "compiler", "head_dims", "gate_dtypes", "state_dtype", "grid_size"),
 )
-
 _STAGE = (
-    _verifier("xla_version"),
-    _verifier("architecture"),
-    _verifier("compiler"),
-    _verifier("stage_head_dims"),
-    _verifier("stage_dtypes"),
-    _verifier("stage_chunk"),
-    _verifier("heads_per_group"),
-    _verifier("sequence_length"),
-    _verifier("stage_grid_size"),
+    *_verifiers("xla_version"),
+    *_verifiers("architecture", "compiler", "stage_head_dims", "stage_dtypes", "stage_chunk"),
+    *_verifiers("heads_per_group", "sequence_length", "stage_grid_size"),
 )
+_op = partial(OpImpl, form=_lazy("forms.explain", "form"), verified_archs=VERIFIED, batch_invariant=True)
 
 
 def _stage(op: str, function: str) -> OpImpl:
-    return OpImpl(
-        forward=_by_kind(_lazy("forms.stages.forward", function), _lazy("jax.forward", function)),
-        serves=STAGE_FEATURES[op],
-        form=_lazy("forms.explain", "form"),
-        verifiers=_STAGE,
-        verified_archs=VERIFIED,
-        batch_invariant=True,
-    )
+    forward = _by_kind(_lazy("forms.stages.forward", function), _lazy("jax.forward", function))
+    return _op(forward=forward, serves=STAGE_FEATURES[op], verifiers=_STAGE)
 
 
 def make_backend() -> Backend:
-    """The backend named ``cuda``."""
-    chunk = OpImpl(
+    """The backend named ``cuda``: for each op the features that it serves, and the reasons for which it declines."""
+    chunk = _op(
         forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.forward", "forward")),
         backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.backward", "backward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
-        verifiers=(
-            *_COMMON,
-            _verifier("chunk_forward_dtype"),
-            _verifier("sequence_length"),
-            _verifier("gradients"),
-        ),
+        verifiers=(*_COMMON, *_verifiers("chunk_forward_dtype", "sequence_length", "gradients")),
         fast_path=_lazy("forms.chunk_forward", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
-        form=_lazy("forms.explain", "form"),
-        verified_archs=VERIFIED,
-        batch_invariant=True,
     )
-    recurrent = OpImpl(
+    recurrent = _op(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
-        verifiers=(*_COMMON, _verifier("recurrent_dtype")),
+        verifiers=(*_COMMON, *_verifiers("recurrent_dtype")),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
-        form=_lazy("forms.explain", "form"),
-        verified_archs=VERIFIED,
-        batch_invariant=True,
     )
+    install = "install an NVIDIA driver for CUDA 13 (580 or later)"
     return Backend(
         name="cuda",
         version=__version__,
@@ -155,12 +129,7 @@ def make_backend() -> Backend:
         },
         summary="hand-written kernels: bfloat16 chunk_kda, its backward on Hopper, recurrent ops, two training stages",
         requirements=(
-            Requirement(
-                "CUDA driver",
-                _driver_missing,
-                "install an NVIDIA driver for CUDA 13 (580 or later)",
-                hardware=True,
-            ),
+            Requirement("CUDA driver", _driver_missing, install, hardware=True),
             Requirement("torch or JAX", _array_library_missing, "pip install 'kdacore[cuda]'"),
         ),
         rank=100,

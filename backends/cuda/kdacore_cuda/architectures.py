@@ -34,3 +34,12 @@ def build_arch(arch: str) -> str:
     """The architecture to compile for, given a device's: ``sm_90`` -> ``sm_90a``; others
     unchanged."""
     return BUILD_ARCHS.get(arch, arch)
+
+
+OVERLAP_ARCH = 90
+"""Compute capability (times 10) from which a launch may start before the previous one has ended."""
+
+
+def overlaps_launches(arch: str) -> bool:
+    """Whether a launch may start before the previous one has ended on this real architecture."""
+    return int("".join(filter(str.isdigit, arch))) >= OVERLAP_ARCH

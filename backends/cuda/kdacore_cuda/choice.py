@@ -34,6 +34,10 @@ class Figures(NamedTuple):
     memory_rate: Callable[[], float]
     """Gives the bytes a second that the memory delivers. Called only where that decides."""
 
+    def at_once(self, cluster: int) -> int:
+        """How many clusters of so many blocks run at once: as the driver says, else by a formula."""
+        return self.clusters_at_once(cluster) or formula_at_once(cluster, self.multiprocessors)
+
 
 class Clusters(NamedTuple):
     """How the fused form divides a call among clusters of blocks."""
@@ -46,6 +50,10 @@ class Clusters(NamedTuple):
     """Clusters whose blocks prepare steps for the others; the same bits."""
     many_short: bool
     """The kernel for many short sequences; the same bits."""
+
+    def blocks(self, items: int) -> int:
+        """Blocks of the launch, for so many sequences times value heads."""
+        return (self.preparing + (self.resident or items)) * self.size
 
 
 class RecurrentMode(IntEnum):
@@ -101,7 +109,7 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
     amount = amount_of(r)
     cut = use_segments_backward(items, multiprocessors)
     if saves_operands(r, multiprocessors):
-        return Choice("kept", f"disable_recompute, {amount}", None, "operands", cut)
+        return Choice("saved_operands", f"disable_recompute, {amount}", None, "operands", cut)
     if not has_hopper_kernel(r.K, device.arch):
         clusters = choose_clusters(r, device)
         return Choice("fused", f"{amount}, portable kernel for {device.arch}, K={r.K}", clusters, "", cut)
@@ -110,7 +118,7 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
         least, most = dataflow_range(multiprocessors)
         return Choice("dataflow", f"{amount} ({least} to {most} {on})", None, "", cut)
     most = most_in_segments(bounded, multiprocessors)
-    if use_segments(items, bounded, multiprocessors, device.memory_rate):
+    if use_segments(items, bounded, device):
         if items > most:
             most = most_in_segments(bounded, multiprocessors, fast_memory=True)
         saves = "maps" if saves_maps(r, multiprocessors) else ""
@@ -143,24 +151,18 @@ def most_in_segments(bounded: bool, multiprocessors: int, fast_memory: bool = Fa
     return 2 * _CYCLES_PER_FUSED_STEP[bounded] * multiprocessors // cycles
 
 
-def use_segments(items: int, bounded: bool, multiprocessors: int, memory_rate: Callable[[], float]) -> bool:
+def use_segments(items: int, bounded: bool, device: Figures) -> bool:
     """Whether ``items`` are few enough for segments to be faster than the fused kernel.
 
     In segments every multiprocessor is used, so the time is the total work divided by their number.
     The fused kernel takes its steps one after another even on an idle device. Both times grow with
     the tokens.
-
-    Args:
-        items: sequences times value heads.
-        bounded: whether the gate is.
-        multiprocessors: of the device.
-        memory_rate: gives the bytes a second that the memory delivers.
     """
-    if items <= most_in_segments(bounded, multiprocessors):
+    if items <= most_in_segments(bounded, device.multiprocessors):
         return True
-    if not bounded or items > most_in_segments(bounded, multiprocessors, fast_memory=True):
+    if not bounded or items > most_in_segments(bounded, device.multiprocessors, fast_memory=True):
         return False
-    return memory_rate() >= _FAST_MEMORY
+    return device.memory_rate() >= _FAST_MEMORY
 
 
 def dataflow_serves(request: Request) -> bool:
@@ -267,19 +269,17 @@ their own, since uneven parts cost little there."""
 
 def choose_clusters(r: Request, device: Figures) -> Clusters:
     """How the fused form divides a call."""
-    arch, multiprocessors, at_once = device.arch, device.multiprocessors, device.clusters_at_once
-    items, hopper = r.N * r.HV, has_hopper_kernel(r.K, arch)
-    # On Hopper clusters of every size give the same bits.
-    chosen_by = items if hopper else items_for_choice(r)
-    size = cluster_size(r.K, chosen_by, r.B * r.T // max(r.N, 1), multiprocessors, arch, at_once)
-    resident = resident_clusters(r.K, size, items, multiprocessors, arch, at_once)
-    looks_up = r.packed or r.has("state_indices") or r.checkpoint_every or r.checkpoint_count
-    many_short = hopper and not looks_up and are_many_short(r.T, items, size, resident)
-    preparing = 0
+    items, tokens = r.N * r.HV, r.B * r.T // max(r.N, 1)
+    if not has_hopper_kernel(r.K, device.arch):
+        return Clusters(portable_cluster_size(r.K, items_for_choice(r), device), 0, 0, False)
+    size = cluster_size(items, tokens, device)
+    resident = resident_clusters(items, size, device)
+    looks_up = r.packed or r.has("state_indices")
+    whole = not (looks_up or r.checkpoint_every or r.checkpoint_count)
+    many_short = whole and are_many_short(r.T, items, size, resident)
     # Those and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
-    if hopper and not (resident or r.packed or r.has("state_indices")):
-        bounded = has_bounded_gate(r)
-        preparing = preparing_clusters(items, r.T, size, bounded, multiprocessors, at_once)
+    prepared = not (resident or looks_up)
+    preparing = preparing_clusters(items, r.T, size, has_bounded_gate(r), device) if prepared else 0
     return Clusters(size, resident, preparing, many_short)
 
 
@@ -291,35 +291,25 @@ def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
     return (2, 4) if has_hopper_kernel(K, arch) else (1, 2, 4)
 
 
-def _unknown(cluster: int) -> int:
-    return 0
+def portable_cluster_size(K: int, items: int, device: Figures) -> int:
+    """Blocks that share an item in the portable kernel: as many as find a multiprocessor each. The number of tokens
+    does not decide."""
+    count, sizes = device.multiprocessors, cluster_sizes(K, device.arch)
+    reached = {c: count if c <= 2 else count * 9 // 11 for c in sizes}
+    return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
 
 
-def cluster_size(
-    K: int, items: int, tokens: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
-) -> int:
-    """Blocks that share an item.
+def cluster_size(items: int, tokens: int, device: Figures) -> int:
+    """Blocks that share an item in Hopper's kernel, given the tokens of a sequence on average.
 
     A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
-    idle. On Hopper clusters of four still pay where they share up to a third more items than run at
-    once, if sequences are long. Both sizes give the same bits there, so tokens may decide.
-
-    Args:
-        K: head dim.
-        items: sequences times value heads.
-        tokens: of a sequence, on average.
-        multiprocessors: of the device.
-        arch: the real architecture.
-        at_once: as the driver says. By shapes and multiprocessors where it does not.
+    idle. Clusters of four still pay where they share up to a third more items than run at
+    once, if sequences are long. Both sizes give the same bits, so tokens may decide.
     """
-    sizes = cluster_sizes(K, arch)
-    if has_hopper_kernel(K, arch):
-        if 3 * items > multiprocessors:  # more than a third above whatever the driver would say
-            return 2
-        together = at_once(4) or formula_at_once(4, multiprocessors)
-        return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
-    reached = {c: multiprocessors if c <= 2 else multiprocessors * 9 // 11 for c in sizes}
-    return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
+    if 3 * items > device.multiprocessors:  # more than a third above whatever the driver would say
+        return 2
+    together = device.at_once(4)
+    return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
 
 
 def formula_at_once(cluster: int, multiprocessors: int) -> int:
@@ -329,39 +319,26 @@ def formula_at_once(cluster: int, multiprocessors: int) -> int:
     return multiprocessors * 10 // 44 if cluster == 4 else multiprocessors // cluster
 
 
-def resident_clusters(
-    K: int, cluster: int, items: int, multiprocessors: int, arch: str, at_once: ClustersAtOnce = _unknown
-) -> int:
-    """How many clusters divide all ``items`` evenly among themselves, or 0: each item has a cluster
+def resident_clusters(items: int, cluster: int, device: Figures) -> int:
+    """How many clusters of Hopper's kernel divide all ``items`` evenly among themselves, or 0: each item has a cluster
     of its own.
 
-    As many as run at once, where there are more items than that and the kernel can cut an item in
-    two.
+    As many as run at once, where there are more items than that: the kernel can cut an item in two.
     """
-    if not has_hopper_kernel(K, arch):
-        return 0
-    together = at_once(cluster) or formula_at_once(cluster, multiprocessors)
+    together = device.at_once(cluster)
     return together if items > together else 0
 
 
-def preparing_clusters(
-    items: int,
-    tokens: int,
-    cluster: int,
-    bounded: bool,
-    multiprocessors: int,
-    at_once: ClustersAtOnce = _unknown,
-) -> int:
+def preparing_clusters(items: int, tokens: int, cluster: int, bounded: bool, device: Figures) -> int:
     """Clusters of blocks that prepare steps of ``items`` of ``tokens`` tokens: each block every third step of one of
     them. 0 where nobody does; the same bits.
 
     These clusters and those that wait for them all run at once.
     """
-    preparing = -(-items // 4)
-    if cluster < 4 or tokens < _LONG or items < _LEAST_PREPARED_PART[bounded] * multiprocessors:
+    if cluster < 4 or tokens < _LONG or items < _LEAST_PREPARED_PART[bounded] * device.multiprocessors:
         return 0
-    together = at_once(4) or formula_at_once(4, multiprocessors)
-    return preparing if items + preparing <= together else 0
+    preparing = -(-items // 4)
+    return preparing if items + preparing <= device.at_once(4) else 0
 
 
 def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:

@@ -13,6 +13,8 @@ from functools import cache
 from typing import Literal
 
 FieldType = Literal["ptr", "i64", "i32", "f32"]
+Fields = tuple[tuple[str, FieldType], ...]
+"""Names and kinds of a struct's fields, in order."""
 
 _C_NAMES: dict[str, str] = {"ptr": "unsigned long long", "i64": "long long", "i32": "int", "f32": "float"}
 _FORMATS: dict[str, str] = {"ptr": "Q", "i64": "q", "i32": "i", "f32": "f"}
@@ -24,7 +26,7 @@ class ParamStruct:
     """A by-value kernel parameter. Eight-byte fields come first, so the C layout has no holes."""
 
     name: str
-    fields: tuple[tuple[str, FieldType], ...]
+    fields: Fields
     parts: tuple[ParamStruct, ...] = ()
     """Structs one after the other, whose fields these are; the C struct inherits from them."""
     packer: struct.Struct = field(init=False, repr=False, compare=False)
@@ -48,10 +50,6 @@ class ParamStruct:
         """Bytes, a multiple of 8 as in C."""
         return self.packer.size
 
-    def last(self, *values: float) -> dict[str, float]:
-        """These values for the last fields, by name."""
-        return dict(zip((name for name, _ in self.fields[-len(values) :]), values, strict=True))
-
     def header(self) -> str:
         """C++ text: the struct, and an assertion that the compiler laid it out as :attr:`packer` packs it."""
         if self.parts:
@@ -63,62 +61,36 @@ class ParamStruct:
         return "\n".join(lines) + "\n"
 
 
-def _strided(*names: str) -> tuple[tuple[str, FieldType], ...]:
+def _fields(kind: FieldType, names: str) -> Fields:
+    """Fields of one kind."""
+    return tuple((name, kind) for name in names.split())
+
+
+def _strided(names: str) -> Fields:
     """Batch, token and head strides in elements, for each named array."""
-    return tuple((f"{name}_{axis}", "i64") for name in names for axis in ("sb", "st", "sh"))
+    return tuple((f"{name}_{axis}", "i64") for name in names.split() for axis in ("sb", "st", "sh"))
 
 
-V_STRIDES = slice(6, 9)
-"""Where those of v are among the strides of q, k, v, g and beta."""
-
-_INPUTS: tuple[tuple[str, FieldType], ...] = tuple(
-    (name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "o")
-)
-
-_STATE_ROWS: tuple[tuple[str, FieldType], ...] = tuple(
-    (name, "ptr") for name in ("reads", "has_initial", "writes")
-)
-_STATE_STRIDES: tuple[tuple[str, FieldType], ...] = (("h0_row", "i64"), ("ht_row", "i64"))
+_INPUTS = _fields("ptr", "q k v g beta A_log dt_bias cu_seqlens")
+_TOKEN_STRIDES = _strided("q k v g beta")
+_STATE_ROWS, _STATE_STRIDES = _fields("ptr", "reads has_initial writes"), _fields("i64", "h0_row ht_row")
 """Which rows of pools are read and written: csrc/common/state_rows.cuh."""
-_MARKS: tuple[tuple[str, FieldType], ...] = tuple(
-    (name, "ptr") for name in ("mark_offsets", "mark_rows", "mark_states")
-)
+_MARKS = _fields("ptr", "mark_offsets mark_rows mark_states")
 """Checkpoints at chosen tokens: csrc/common/chunk_forward/marks.cuh."""
-
-SEGMENT_LENGTHS = (
-    *("segment", "first_segments", "later_segment", "later_segments"),
-    *("middle_segment", "middle_segments", "long_segment"),
+_SEGMENTS = (
+    *_fields("i32", "segment first_segments later_segment later_segments"),
+    *_fields("i32", "middle_segment middle_segments long_segment segments"),
 )
-_SEGMENTS: tuple[tuple[str, FieldType], ...] = tuple((name, "i32") for name in (*SEGMENT_LENGTHS, "segments"))
 """How a sequence is cut into segments: csrc/sm90/chunk_forward/segments/segment.cuh."""
+SEGMENT_LENGTHS = tuple(name for name, _ in _SEGMENTS[:-1])
 
 CHUNK_FORWARD = ParamStruct(
     "ChunkForwardParams",
     (
-        *_INPUTS,
-        ("h0", "ptr"),
-        ("ht", "ptr"),
-        ("ckpt", "ptr"),
-        ("workspace", "ptr"),
-        *_STATE_ROWS,
-        *_MARKS,
-        ("launch", "i64"),
-        *_STATE_STRIDES,
-        *_strided("q", "k", "v", "g", "beta"),
-        ("T", "i64"),
-        ("N", "i32"),
-        ("H", "i32"),
-        ("HV", "i32"),
-        ("clusters", "i32"),
-        ("ckpt_every", "i32"),
-        ("null_index", "i32"),
-        ("marks", "i32"),
-        ("gate", "i32"),
-        ("flags", "i32"),
-        ("beta_type", "i32"),
-        ("bias_type", "i32"),
-        ("scale", "f32"),
-        ("lower_bound", "f32"),
+        *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt workspace"), *_STATE_ROWS, *_MARKS),
+        *(*_fields("i64", "launch"), *_STATE_STRIDES, *_TOKEN_STRIDES, *_fields("i64", "T")),
+        *_fields("i32", "N H HV clusters ckpt_every null_index marks gate flags beta_type bias_type"),
+        *_fields("f32", "scale lower_bound"),
     ),
 )
 """Parameters of the chunk forward kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits.
@@ -130,16 +102,10 @@ for the chunks that helpers prepare and, behind them, one flag a scanning block 
 RECURRENT = ParamStruct(
     "RecurrentParams",
     (
-        *_INPUTS,
-        *((name, "ptr") for name in ("h0", "ht", "indices", "accepted", "has_initial", "writes")),
-        *((name, "i64") for name in ("h0_row", "ht_row")),
-        *_strided("q", "k", "v", "g", "beta"),
-        *((name, "i64") for name in ("hv_factor", "group_factor", "indices_row", "writes_row")),
-        *((name, "i32") for name in ("N", "T", "H", "HV", "hv_shift", "group_shift", "fills_device")),
-        *((name, "i32") for name in ("null_index", "gate", "flags")),
-        *((name, "i32") for name in ("qkv_type", "g_type", "beta_type", "bias_type")),
-        ("scale", "f32"),
-        ("lower_bound", "f32"),
+        *(*_INPUTS, *_fields("ptr", "o h0 ht indices accepted has_initial writes"), *_STATE_STRIDES),
+        *(*_TOKEN_STRIDES, *_fields("i64", "hv_factor group_factor indices_row writes_row")),
+        *_fields("i32", "N T H HV hv_shift group_shift fills_device null_index gate flags"),
+        *(*_fields("i32", "qkv_type g_type beta_type bias_type"), *_fields("f32", "scale lower_bound")),
     ),
 )
 """Parameters of the recurrent kernels; what changes from call to call comes first. ``i / HV`` is computed as
@@ -151,16 +117,8 @@ this one begins."""
 INTRA = ParamStruct(
     "IntraParams",
     (
-        *((name, "ptr") for name in ("q", "k", "g", "beta", "cu_seqlens", "Aqk", "Akk")),
-        *_strided("q", "k", "g", "beta"),
-        ("T", "i64"),
-        ("N", "i32"),
-        ("H", "i32"),
-        ("HV", "i32"),
-        ("NT", "i32"),
-        ("flags", "i32"),
-        ("beta_type", "i32"),
-        ("scale", "f32"),
+        *(*_fields("ptr", "q k g beta cu_seqlens Aqk Akk"), *_strided("q k g beta"), *_fields("i64", "T")),
+        *(*_fields("i32", "N H HV NT flags beta_type"), *_fields("f32", "scale")),
     ),
 )
 """Parameters of the stage ``kda_chunk_intra``. ``NT``: chunks of one batch row; outputs are contiguous."""
@@ -168,18 +126,9 @@ INTRA = ParamStruct(
 RECOMPUTE = ParamStruct(
     "RecomputeParams",
     (
-        *((name, "ptr") for name in ("k", "v", "beta", "g", "Akk", "q", "cu_seqlens", "w", "u", "kg", "qg")),
-        *_strided("k", "v", "beta", "g", "Akk", "q"),
-        ("T", "i64"),
-        ("N", "i32"),
-        ("H", "i32"),
-        ("HV", "i32"),
-        ("NT", "i32"),
-        ("flags", "i32"),
-        ("beta_type", "i32"),
-        ("whole", "i32"),
-        ("in_turn", "i32"),
-        ("kept", "i32"),
+        *_fields("ptr", "k v beta g Akk q cu_seqlens w u kg qg"),
+        *(*_strided("k v beta g Akk q"), *_fields("i64", "T")),
+        *_fields("i32", "N H HV NT flags beta_type whole in_turn kept"),
     ),
 )
 """Parameters of the stage ``kda_recompute_w_u``; ``q`` and ``qg`` are 0 when q is not given. ``whole``, ``in_turn``,
@@ -188,23 +137,12 @@ RECOMPUTE = ParamStruct(
 CHUNK_BACKWARD = ParamStruct(
     "ChunkBackwardParams",
     (
-        *((name, "ptr") for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "d_o")),
-        *((name, "ptr") for name in ("h0", "d_ht", "d_h0")),
-        *(
-            (name, "ptr")
-            for name in ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "last", "rows", "h", "dh", "dr")
-        ),
-        *((name, "ptr") for name in ("dq", "dk", "dv", "dg", "dbeta", "dA_part", "dbias_part")),
-        *((name, "ptr") for name in ("maps", "starts", "ends", "ready")),
-        ("launch", "i64"),
-        *_strided("q", "k", "v", "g", "beta"),
-        ("T", "i64"),
-        ("units", "i64"),
-        *((f"{name}_factor", "i64") for name in ("hv", "chunks")),
-        *((name, "i32") for name in ("N", "H", "HV", "NT", "gate", "flags", "beta_type", "bias_type")),
-        *_SEGMENTS,
-        *((name, "f32") for name in ("scale", "lower_bound", "floor", "centre")),
-        *((f"{name}_shift", "i32") for name in ("hv", "chunks")),
+        *(*_INPUTS, *_fields("ptr", "d_o h0 d_ht d_h0")),
+        *_fields("ptr", "kg kg_low qg w u aqk inv last rows h dh dr"),
+        *_fields("ptr", "dq dk dv dg dbeta dA_part dbias_part maps starts ends ready"),
+        *(*_fields("i64", "launch"), *_TOKEN_STRIDES, *_fields("i64", "T units hv_factor chunks_factor")),
+        *(*_fields("i32", "N H HV NT gate flags beta_type bias_type"), *_SEGMENTS),
+        *(*_fields("f32", "scale lower_bound floor centre"), *_fields("i32", "hv_shift chunks_shift")),
     ),
 )
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
@@ -219,7 +157,7 @@ SUM_SCALE = 2.0**-20
 """Of the parts that the gradients of A_log and dt_bias are the sums of: in these units sums of the largest numbers
 stay finite."""
 
-FORWARD_RESULTS = ParamStruct("ForwardResults", (("o", "ptr"), ("ht", "ptr")))
+FORWARD_RESULTS = ParamStruct("ForwardResults", _fields("ptr", "o ht"))
 SCAN_OUTPUTS = ParamStruct(
     "ScanOutputsParams", (*FORWARD_RESULTS.fields, *CHUNK_BACKWARD.fields), (FORWARD_RESULTS, CHUNK_BACKWARD)
 )
@@ -227,8 +165,7 @@ SCAN_OUTPUTS = ParamStruct(
 ``[B, T, HV, V]`` is contiguous, ``ht`` the final states, 0 where nobody wants them."""
 
 UNIT_MARKS = ParamStruct(
-    "UnitMarks",
-    (("marks", "i64"), ("null_index", "i64"), ("mark_offsets", "ptr"), ("mark_rows", "ptr")),
+    "UnitMarks", (*_fields("i64", "marks null_index"), *_fields("ptr", "mark_offsets mark_rows"))
 )
 PREPARE_MARKED = ParamStruct(
     "PrepareMarkedParams", (*UNIT_MARKS.fields, *CHUNK_BACKWARD.fields), (UNIT_MARKS, CHUNK_BACKWARD)
@@ -239,29 +176,9 @@ csrc/sm90/chunk_forward/segments/prepare_marked.cu."""
 SEGMENTS = ParamStruct(
     "SegmentParams",
     (
-        *(
-            (name, "ptr")
-            for name in (
-                "v",
-                "cu_seqlens",
-                "o",
-                "h0",
-                "ht",
-                "ckpt",
-                "chunk_operands",
-                "addends",
-                "maps",
-                "starts",
-            )
-        ),
-        *_STATE_ROWS,
-        *_MARKS,
-        *_STATE_STRIDES,
-        *_strided("v"),
-        ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT")),
-        *_SEGMENTS,
-        *((name, "i32") for name in ("ckpt_every", "null_index", "marks", "flags")),
+        *_fields("ptr", "v cu_seqlens o h0 ht ckpt chunk_operands addends maps starts"),
+        *(*_STATE_ROWS, *_MARKS, *_STATE_STRIDES, *_strided("v"), *_fields("i64", "T")),
+        *(*_fields("i32", "N HV NT"), *_SEGMENTS, *_fields("i32", "ckpt_every null_index marks flags")),
     ),
 )
 """Parameters of the kernels that process a call in segments; csrc/sm90/chunk_forward/segments describes
@@ -272,11 +189,8 @@ each of the next ``later_segments`` and of the next ``middle_segments``; ``long_
 TRANSITION = ParamStruct(
     "TransitionParams",
     (
-        *((name, "ptr") for name in ("cu_seqlens", "addends", "maps", "M", "C")),
-        ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT")),
-        *_SEGMENTS,
-        ("flags", "i32"),
+        *(*_fields("ptr", "cu_seqlens addends maps M C"), *_fields("i64", "T")),
+        *(*_fields("i32", "N HV NT"), *_SEGMENTS, *_fields("i32", "flags")),
     ),
 )
 """Parameters of the launch that composes the maps of segments, for context parallelism. ``M`` and ``C`` are float32
@@ -285,11 +199,9 @@ TRANSITION = ParamStruct(
 WALK = ParamStruct(
     "WalkParams",
     (
-        *((name, "ptr") for name in ("v", "o", "h0", "ht", "ckpt", "chunk_operands", "ready")),
-        ("launch", "i64"),
-        *_strided("v"),
-        ("T", "i64"),
-        *((name, "i32") for name in ("N", "HV", "NT", "ckpt_every", "flags")),
+        *_fields("ptr", "v o h0 ht ckpt chunk_operands ready"),
+        *(*_fields("i64", "launch"), *_strided("v"), *_fields("i64", "T")),
+        *_fields("i32", "N HV NT ckpt_every flags"),
     ),
 )
 """Parameters of the launch that walks every sequence and value head; csrc/sm90/chunk_forward/dataflow describes it.
@@ -298,18 +210,10 @@ WALK = ParamStruct(
 GATED_DELTA = ParamStruct(
     "GatedDeltaParams",
     (
-        *_INPUTS,
-        *((name, "ptr") for name in ("h0", "ht", "ckpt", "records")),
-        *_STATE_ROWS,
-        *_STATE_STRIDES,
-        *_strided("q", "k", "v", "g", "beta"),
-        ("T", "i64"),
-        *((f"{name}_factor", "i64") for name in ("h", "group", "chunks")),
-        *((name, "i32") for name in ("N", "H", "HV", "NT", "ckpt_every", "null_index", "gate", "flags")),
-        *((name, "i32") for name in ("g_type", "beta_type", "bias_type")),
-        *((f"{name}_shift", "i32") for name in ("h", "group", "chunks")),
-        ("scale", "f32"),
-        ("lower_bound", "f32"),
+        *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt records"), *_STATE_ROWS, *_STATE_STRIDES, *_TOKEN_STRIDES),
+        *_fields("i64", "T h_factor group_factor chunks_factor"),
+        *_fields("i32", "N H HV NT ckpt_every null_index gate flags g_type beta_type bias_type"),
+        *(*_fields("i32", "h_shift group_shift chunks_shift"), *_fields("f32", "scale lower_bound")),
     ),
 )
 """Parameters of both launches of the gated delta rule, csrc/sm90/gated_delta. ``records``: what the first leaves for
@@ -318,64 +222,35 @@ the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT."""
 CHECKPOINT_TAIL = ParamStruct(
     "CheckpointTailParams",
     (
-        *((name, "ptr") for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "ht", "reads")),
-        *_MARKS,
-        ("ht_row", "i64"),
-        *_strided("k", "v", "g", "beta"),
-        ("T", "i64"),
-        *((name, "i32") for name in ("N", "H", "HV", "step", "null_index", "marks", "gate", "flags")),
-        *((name, "i32") for name in ("g_type", "beta_type", "bias_type")),
-        ("lower_bound", "f32"),
+        *(*_fields("ptr", "k v g beta A_log dt_bias cu_seqlens ht reads"), *_MARKS),
+        *(*_fields("i64", "ht_row"), *_strided("k v g beta"), *_fields("i64", "T")),
+        *_fields("i32", "N H HV step null_index marks gate flags g_type beta_type bias_type"),
+        *_fields("f32", "lower_bound"),
     ),
 )
 """Parameters of the launch that brings checkpoints from the start of a step, of ``step`` tokens, to their token."""
 
 SUMS = ParamStruct(
     "SumsParams",
-    (
-        *((name, "ptr") for name in ("dA_part", "dbias_part", "d_A", "d_bias")),
-        *((name, "i32") for name in ("slots", "HV", "A_type", "bias_type")),
-    ),
+    (*_fields("ptr", "dA_part dbias_part d_A d_bias"), *_fields("i32", "slots HV A_type bias_type")),
 )
 """Parameters of the sums over chunks of float32 ``[slots, HV]`` and ``[slots, HV, K]``; a result of 0 is not wanted."""
 
 GROUPS = ParamStruct(
     "GroupsParams",
     (
-        *((name, "ptr") for name in ("x", "part", "out")),
-        *_strided("x"),
-        *((name, "i64") for name in ("T", "rows")),
-        *((name, "i32") for name in ("H", "HV", "flags")),
+        *(*_fields("ptr", "x part out"), *_strided("x"), *_fields("i64", "T rows")),
+        *_fields("i32", "H HV flags"),
     ),
 )
 """Parameters of the sums over a group's value heads: ``part`` float32 ``[B, T, HV, K]``, ``x`` q or k as given, ``out``
 like x but contiguous. ``rows``: B * T * H."""
 
-FLAGS: dict[str, int] = {
-    name: 1 << bit
-    for bit, name in enumerate(
-        (
-            "L2NORM",
-            "BETA_SIGMOID",
-            "NEG_EIGVAL",
-            "V_FIRST",
-            "STATE_BF16",
-            "CU64",
-            "INDEX64",
-            "ACCEPTED64",
-            "SCATTER_TOKENS",
-            "INDEXED_OUT",
-            "SCALAR_GATE",
-            "WRITES64",
-            "CLEAR_TAIL",
-            "MARK_OFFSETS64",
-            "MARK_ROWS64",
-            "KEPT_MAPS",
-            "EARLY_OUTPUT",
-            "KEEP_STARTS",
-        )
-    )
-}
+_FLAGS = """
+L2NORM BETA_SIGMOID NEG_EIGVAL V_FIRST STATE_BF16 CU64 INDEX64 ACCEPTED64 SCATTER_TOKENS INDEXED_OUT SCALAR_GATE
+WRITES64 CLEAR_TAIL MARK_OFFSETS64 MARK_ROWS64 KEPT_MAPS EARLY_OUTPUT KEEP_STARTS
+"""
+FLAGS: dict[str, int] = {name: 1 << bit for bit, name in enumerate(_FLAGS.split())}
 """Bits of ``flags``. ``INDEXED_OUT``: final states go to the pool rows that ``writes`` names. ``SCATTER_TOKENS``: the
 state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per head, ``g [B, T, HV]``.
 ``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero. ``KEPT_MAPS``: a backward takes each
@@ -395,10 +270,6 @@ TICKETS_BYTES = 128
 """Of its workspace, in front of all else: where clusters draw tickets."""
 
 
-def _once(text: str) -> str:
-    return "#pragma once\n" + text
-
-
 def constants_header() -> str:
     """C++ text of the enumerations the host passes as integers."""
     lines = [
@@ -412,33 +283,25 @@ def constants_header() -> str:
 @cache
 def generated_headers() -> Mapping[str, str]:
     """Include name -> text of every header made from this file."""
-    return {
-        "generated/chunk_forward_params.cuh": _once(CHUNK_FORWARD.header()),
-        "generated/recurrent_params.cuh": _once(RECURRENT.header()),
-        "generated/stage_params.cuh": _once(INTRA.header() + RECOMPUTE.header()),
-        "generated/chunk_backward_params.cuh": _once(
-            CHUNK_BACKWARD.header()
-            + SUMS.header()
-            + GROUPS.header()
-            + f"constexpr float SUM_SCALE = {SUM_SCALE}f;\n"
-        ),
-        "generated/prepare_marked_params.cuh": _once(
-            '#include "generated/chunk_backward_params.cuh"\n' + UNIT_MARKS.header() + PREPARE_MARKED.header()
-        ),
-        "generated/scan_outputs_params.cuh": _once(
-            '#include "generated/chunk_backward_params.cuh"\n'
-            + FORWARD_RESULTS.header()
-            + SCAN_OUTPUTS.header()
-        ),
-        "generated/segment_params.cuh": _once(SEGMENTS.header()),
-        "generated/transition_params.cuh": _once(TRANSITION.header()),
-        "generated/gated_delta_params.cuh": _once(GATED_DELTA.header()),
-        "generated/walk_params.cuh": _once(WALK.header()),
-        "generated/checkpoint_tail_params.cuh": _once(CHECKPOINT_TAIL.header()),
-        "generated/steps.cuh": _once(
-            f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
-            f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"
-            f"constexpr unsigned TICKETS_BYTES = {TICKETS_BYTES};\n"
-        ),
-        "generated/constants.cuh": _once(constants_header()),
+    backward = '#include "generated/chunk_backward_params.cuh"\n'
+    texts = {
+        "chunk_forward_params": CHUNK_FORWARD.header(),
+        "recurrent_params": RECURRENT.header(),
+        "stage_params": INTRA.header() + RECOMPUTE.header(),
+        "chunk_backward_params": CHUNK_BACKWARD.header()
+        + SUMS.header()
+        + GROUPS.header()
+        + f"constexpr float SUM_SCALE = {SUM_SCALE}f;\n",
+        "prepare_marked_params": backward + UNIT_MARKS.header() + PREPARE_MARKED.header(),
+        "scan_outputs_params": backward + FORWARD_RESULTS.header() + SCAN_OUTPUTS.header(),
+        "segment_params": SEGMENTS.header(),
+        "transition_params": TRANSITION.header(),
+        "gated_delta_params": GATED_DELTA.header(),
+        "walk_params": WALK.header(),
+        "checkpoint_tail_params": CHECKPOINT_TAIL.header(),
+        "steps": f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
+        f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"
+        f"constexpr unsigned TICKETS_BYTES = {TICKETS_BYTES};\n",
+        "constants": constants_header(),
     }
+    return {f"generated/{name}.cuh": f"#pragma once\n{text}" for name, text in texts.items()}

@@ -15,11 +15,10 @@ def figures_of(r: Request) -> Figures:
     arch = device_figures.arch_of(r)
 
     def clusters_at_once(cluster: int) -> int:
-        from kdacore_cuda.forms.fused.kernels import chunk_forward_launcher  # here: most calls need it not
+        from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel  # here: most calls need it not
 
         gates = has_bounded_gate(r), type_code(r, "g") != TYPES["bfloat16"]
-        launcher = chunk_forward_launcher(r.K, cluster, *gates, arch)
-        return device_figures.clusters_at_once(r, launcher, arch)
+        return device_figures.clusters_at_once(r, chunk_forward_kernel(r.K, cluster, *gates, arch), arch)
 
     count = device_figures.multiprocessors_of(r) if r.op == "chunk_kda" else 0
     return Figures(arch, count, clusters_at_once, lambda: device_figures.memory_rate_of(r))

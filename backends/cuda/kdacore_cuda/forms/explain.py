@@ -5,10 +5,12 @@ from __future__ import annotations
 from kdacore.types import Request
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
-from kdacore_cuda.forms.backward.segments_kernels import chunks_per_segment
 from kdacore_cuda.forms.choice_on_device import figures_of
-from kdacore_cuda.forms.segments.sizes import choose_lengths
-from kdacore_cuda.forms.slices.kernels import chunks_per_segment as chunks_per_slice_segment
+from kdacore_cuda.forms.segments.segment_lengths import (
+    backward_segment_chunks,
+    choose_lengths,
+    slice_segment_chunks,
+)
 from kdacore_cuda.runtime import device_figures
 
 CHUNK = 64
@@ -38,7 +40,7 @@ def form_of_slice(request: Request) -> str:
     if finishes_as_whole(items, r.packed, count):
         text = f"{amount} (at least 4 items for each of {count} multiprocessors), results by a whole call"
     else:
-        chunks = chunks_per_slice_segment(-(-r.T // CHUNK), r.B * r.HV, count)
+        chunks = slice_segment_chunks(-(-r.T // CHUNK), r.B * r.HV, count)
         text = f"{amount}, segments of {chunks} chunks"
     return f"slices: {text}{assumed}"
 
@@ -72,5 +74,5 @@ def _backward(r: Request, choice: Choice) -> str:
     if choice.saves:
         return {"operands": "from what the forward saves", "maps": "from the maps of segments"}[choice.saves]
     if choice.backward_in_segments:
-        return f"in segments of {chunks_per_segment(r.N * r.HV)} chunks"
+        return f"in segments of {backward_segment_chunks(r.N * r.HV)} chunks"
     return "in one chain per head"

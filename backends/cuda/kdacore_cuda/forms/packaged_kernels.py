@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, product
 
-from kdacore_cuda.architectures import HOPPER
+from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, has_hopper_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.forms.backward import segments_kernels as chunk_backward_segments_kernels
-from kdacore_cuda.forms.backward.kernels import packaged_chunk_backward_kernels
-from kdacore_cuda.forms.dataflow.kernels import packaged_dataflow_kernels
-from kdacore_cuda.forms.fused.kernels import checkpoint_tail_kernel, packaged_chunk_forward_kernels
-from kdacore_cuda.forms.recurrent.kernels import packaged_recurrent_kernels
-from kdacore_cuda.forms.segments.kernels import packaged_segments_kernels
-from kdacore_cuda.forms.slices.kernels import packaged_slices_kernels
-from kdacore_cuda.forms.stages.kernels import packaged_stages_kernels
+from kdacore_cuda.choice import SCANNERS, RecurrentMode, cluster_sizes, has_hopper_recompute
+from kdacore_cuda.forms.backward import kernels as backward
+from kdacore_cuda.forms.dataflow import kernels as dataflow
+from kdacore_cuda.forms.fused import kernels as fused
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
+from kdacore_cuda.forms.segments import kernels as segments
+from kdacore_cuda.forms.slices import kernels as slices
+from kdacore_cuda.forms.stages import kernels as stages
+from kdacore_cuda.runtime.kernel import Kernel
+
+_EITHER, _YES, _NO = (False, True), (True,), (False,)
+_WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
@@ -23,13 +28,55 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     Not packaged, and so compiled on the first call: stages with K != V and, except on Hopper, the
     chunk forward with a float32 ``g``.
     """
-    yield from packaged_recurrent_kernels()
-    yield from packaged_stages_kernels(arch)
-    if arch == HOPPER:
-        yield from packaged_chunk_backward_kernels()
-        yield from chunk_backward_segments_kernels.packaged_segments_kernels()
-        yield from packaged_segments_kernels()
-        yield from packaged_dataflow_kernels()
-        yield from packaged_slices_kernels()
-        yield checkpoint_tail_kernel()
-    yield from packaged_chunk_forward_kernels(arch)
+    kernels = [_each(recurrent_kernel, HEAD_DIMS, _EITHER, _EITHER, RecurrentMode)]
+    kernels += _of_hopper() if arch == HOPPER else []
+    for K in HEAD_DIMS:
+        kernels += _of_head_dim(K, arch)
+    return (kernel.source for kernel in chain.from_iterable(kernels))
+
+
+def _each(function: Callable[..., Kernel], *values: Iterable[object]) -> Iterator[Kernel]:
+    """The kernels that a function gives for all combinations of values of its arguments."""
+    return (function(*arguments) for arguments in product(*values))
+
+
+def _of_hopper() -> list[Iterator[Kernel]]:
+    return [
+        _each(stages.hopper_recompute_kernel, _EITHER, _EITHER),
+        _each(backward.scan_kernel, _WARPGROUPS),
+        _each(backward.scan_outputs_kernel, _WARPGROUPS),
+        _each(backward.prepare_kernel, _EITHER, _EITHER),
+        _each(backward.grads_kernel, _EITHER, _EITHER, _EITHER),
+        _each(backward.sums_kernel),
+        _each(backward.groups_kernel),
+        _each(backward.segment_maps_kernel, _WARPGROUPS),
+        _each(backward.segment_chain_kernel, _BLOCKS),
+        _each(backward.segment_scan_kernel, _WARPGROUPS),
+        _each(segments.segments_prepare_kernel, _EITHER, _EITHER, _EITHER),
+        _each(segments.prepare_marked_kernel, _EITHER, _EITHER),
+        _each(segments.maps_kernel),
+        _each(segments.chain_kernel, _BLOCKS),
+        _each(segments.output_kernel, (1,)),
+        _each(segments.output_kernel, (2,), _EITHER, _EITHER),
+        _each(dataflow.prepare_units_kernel, _EITHER, _NO),
+        _each(dataflow.walk_kernel),
+        _each(slices.maps_kernel, _EITHER),
+        _each(slices.transition_kernel, _BLOCKS),
+        _each(slices.starts_kernel, _BLOCKS),
+        _each(slices.segment_maps_kernel, _WARPGROUPS),
+        _each(slices.slice_gradient_kernel, _BLOCKS),
+        _each(slices.chain_kernel, _BLOCKS),
+        _each(fused.checkpoint_tail_kernel),
+    ]
+
+
+def _of_head_dim(K: int, arch: str) -> Iterator[Iterator[Kernel]]:
+    """The kernels that differ between architectures."""
+    yield _each(stages.intra_kernel, (K,), _EITHER)
+    if not has_hopper_recompute(K, K, arch):
+        yield _each(stages.recompute_kernel, (K,), (K,), _EITHER)
+    gates = _EITHER, _EITHER if arch == HOPPER else _NO
+    yield _each(fused.chunk_forward_kernel, (K,), cluster_sizes(K, arch), *gates, (arch,))
+    if has_hopper_kernel(K, arch):  # of many short sequences; with others that prepare
+        yield _each(fused.chunk_forward_kernel, (K,), (SCANNERS,), *gates, (arch,), _YES)
+        yield _each(fused.chunk_forward_kernel, (K,), (2 * SCANNERS,), *gates, (arch,), _NO, _YES)

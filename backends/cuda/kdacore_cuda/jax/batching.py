@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from kdacore.arrays.jax_placement import SHARED
 from kdacore.errors import UnsupportedError
 from kdacore.types import Reason, Request, TensorSpec
-from kdacore_cuda import verifiers
+from kdacore_cuda import unsupported_calls
 from kdacore_cuda.runtime.device_figures import planned
 
 _POOLS = frozenset({"cu_seqlens", "state_indices", "write_indices", "write_pool", "checkpoint_offsets"})
@@ -81,7 +81,7 @@ def _mappable(
         if joins and not has_pools(r) and not any(on for name, (_, on) in given.items() if name in SHARED):
             joined = {name: x if name in SHARED else _join(x, size, on) for name, (x, on) in given.items()}
             larger = resized(r, joined, B=size * r.B, N=size * r.N)
-        if larger is r or verifiers.grid_size(larger):
+        if larger is r or unsupported_calls.grid_size(larger):
             results = _loop(call, is_mapped, arrays)
         else:
             found = _mappable(run, larger, names, size * groups, joins)(*joined.values())

@@ -10,7 +10,7 @@ import jax
 from kdacore_cuda.runtime.driver import driver
 
 if TYPE_CHECKING:
-    from kdacore_cuda.runtime.launcher import Launcher
+    from kdacore_cuda.runtime.kernel import Kernel
 
 ASSUMED_MULTIPROCESSORS = 132
 """Of an H100 or H200: for calls that are exported where there is no GPU. The handler refuses to run
@@ -43,7 +43,7 @@ def memory_rate(index: int) -> int:
     return driver().memory_rate(index) if _device(index) else 0
 
 
-def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
+def clusters_at_once(kernel: Kernel, arch: str, index: int) -> int:
     """0, for unknown: the device that a program is made for may not be here."""
     return 0
 

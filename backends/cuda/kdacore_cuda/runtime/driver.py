@@ -28,24 +28,16 @@ _P = ctypes.c_void_p
 _U = ctypes.c_uint
 
 
-def launch_attribute() -> ctypes.Array[ctypes.c_char]:
-    """The attribute of launches that may start before the previous one has ended."""
-    return ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-
-
-def launch_config(
-    grid: int,
-    threads: int,
-    shared: int,
-    stream: int,
-    attribute: ctypes.Array[ctypes.c_char],
-    overlaps: bool,
+def _launch_config(
+    grid: int, threads: int, shared: int, stream: int, overlaps: bool
 ) -> ctypes.Array[ctypes.c_char]:
-    """A CUlaunchConfig, which points to ``attribute`` and counts it if the launch ``overlaps``."""
-    blocks = (grid, 1, 1, threads, 1, 1, shared)
-    return ctypes.create_string_buffer(
-        _CONFIG.pack(*blocks, stream, ctypes.addressof(attribute), int(overlaps))
-    )
+    """A CUlaunchConfig and, behind it, the attribute of launches that may start before the previous one has ended. It
+    counts if the launch ``overlaps``."""
+    made = ctypes.create_string_buffer(_CONFIG.size + _ATTRIBUTE.size)
+    attribute = ctypes.addressof(made) + _CONFIG.size
+    _CONFIG.pack_into(made, 0, grid, 1, 1, threads, 1, 1, shared, stream, attribute, int(overlaps))
+    _ATTRIBUTE.pack_into(made, _CONFIG.size, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    return made
 
 
 class DriverError(RuntimeError):
@@ -64,10 +56,7 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._dll = ctypes.PyDLL(library)
-        self.launch = self._dll.cuLaunchKernelEx
-        """``cuLaunchKernelEx`` itself: configuration, function, parameters, extra."""
-        self.launch.argtypes = [_P, _P, _P, _P]
-        self.launch.restype = ctypes.c_int
+        self._dll.cuLaunchKernelEx.argtypes = [_P, _P, _P, _P]
         self._dll.cuLibraryLoadData.argtypes = [_P, _P, _P, _P, _U, _P, _P, _U]
         self._dll.cuLibraryGetKernel.argtypes = [_P, _P, ctypes.c_char_p]
         self._dll.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _P, ctypes.c_int]
@@ -82,29 +71,33 @@ class Driver:
             self._dll.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(call, code, (text.value or b"unknown error").decode())
 
+    def _call(self, name: str, *arguments: object, device: int | None = None) -> None:
+        """Call a function of the driver. Where the calling thread has no context, torch's on ``device`` is made current
+        if that is given. DriverError if it fails."""
+        function = getattr(self._dll, name)
+        code = function(*arguments)
+        if code == NO_CONTEXT and device is not None:
+            self.make_current(device)
+            code = function(*arguments)
+        self.check(name.removesuffix("_v2"), code)
+
     def make_current(self, device: int) -> None:
         """Make the context that torch uses on ``device`` current in the calling thread. DriverError
         if that fails."""
         context = _P()
-        code = self._dll.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        self.check("cuDevicePrimaryCtxRetain", code)
-        self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
 
     def current_device(self, or_that_of: int | None = None) -> int:
         """The device of the calling thread's context. Where it has none, torch's context on ``or_that_of`` is made
         current if that is given. DriverError if there is none then."""
         device = ctypes.c_int()
-        code = self._dll.cuCtxGetDevice(ctypes.byref(device))
-        if code == NO_CONTEXT and or_that_of is not None:
-            self.make_current(or_that_of)
-            code = self._dll.cuCtxGetDevice(ctypes.byref(device))
-        self.check("cuCtxGetDevice", code)
+        self._call("cuCtxGetDevice", ctypes.byref(device), device=or_that_of)
         return device.value
 
     def _attribute(self, attribute: int, device: int) -> int:
         value = ctypes.c_int()
-        code = self._dll.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        self.check("cuDeviceGetAttribute", code)
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
         return value.value
 
     def multiprocessors(self, device: int) -> int:
@@ -130,29 +123,36 @@ class Driver:
         multiprocessors that the calling thread's context may use, which are fewer than the device's in a green
         context or an MPS partition. DriverError if refused."""
         count = ctypes.c_int()
-        attribute = launch_attribute()
-        config = launch_config(cluster, threads, shared, 0, attribute, overlaps)
-        arguments = (ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config)))
-        code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
-        if code == NO_CONTEXT:
-            self.make_current(device)
-            code = self._dll.cuOccupancyMaxActiveClusters(*arguments)
-        self.check("cuOccupancyMaxActiveClusters", code)
+        config = _launch_config(cluster, threads, shared, 0, overlaps)
+        arguments = ctypes.byref(count), _P(kernel), _P(ctypes.addressof(config))
+        self._call("cuOccupancyMaxActiveClusters", *arguments, device=device)
         return count.value
+
+    def launch(
+        self,
+        kernel: int,
+        parameters: bytes,
+        grid: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        overlaps: bool,
+    ) -> None:
+        """Queue a launch of a kernel that takes one struct by value; ``overlaps`` as above. DriverError if refused."""
+        config = _launch_config(grid, threads, shared, stream, overlaps)
+        buffer = ctypes.create_string_buffer(parameters)
+        pointers = (_P * 1)(ctypes.addressof(buffer))
+        self._call("cuLaunchKernelEx", ctypes.addressof(config), kernel, ctypes.addressof(pointers), None)
 
     def clear(self, address: int, size: int, stream: int) -> None:
         """Queue zeros for ``size`` bytes of device memory. DriverError if refused."""
         if size:
-            code = self._dll.cuMemsetD8Async(
-                _P(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), _P(stream)
-            )
-            self.check("cuMemsetD8Async", code)
+            self._call("cuMemsetD8Async", _P(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), _P(stream))
 
     def copy(self, source: int, to: int, size: int, stream: int) -> None:
         """Queue a copy of ``size`` bytes within device memory. DriverError if refused."""
         if size:
-            code = self._dll.cuMemcpyDtoDAsync_v2(_P(to), _P(source), ctypes.c_size_t(size), _P(stream))
-            self.check("cuMemcpyDtoDAsync", code)
+            self._call("cuMemcpyDtoDAsync_v2", _P(to), _P(source), ctypes.c_size_t(size), _P(stream))
 
     @contextmanager
     def context_of(self, stream: int | None) -> Iterator[int]:
@@ -162,9 +162,9 @@ class Driver:
             yield 0
             return
         context, before = _P(), _P()
-        self.check("cuStreamGetCtx", self._dll.cuStreamGetCtx(_P(stream), ctypes.byref(context)))
+        self._call("cuStreamGetCtx", _P(stream), ctypes.byref(context))
         self._dll.cuCtxGetCurrent(ctypes.byref(before))
-        self.check("cuCtxSetCurrent", self._dll.cuCtxSetCurrent(context))
+        self._call("cuCtxSetCurrent", context)
         try:
             yield stream
         finally:
@@ -177,19 +177,14 @@ class Driver:
         DriverError when the driver refuses the cubin.
         """
         library, kernel = _P(), _P()
-        code = self._dll.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0)
-        self.check("cuLibraryLoadData", code)
-        self.check(
-            "cuLibraryGetKernel",
-            self._dll.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()),
-        )
+        self._call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+        self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry.encode())
         return int(kernel.value or 0)
 
     def allow_shared(self, kernel: int, size: int, device: int) -> None:
         """Raise the dynamic shared memory limit of ``kernel`` on ``device`` to ``size`` bytes.
         DriverError if refused."""
-        code = self._dll.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, kernel, device)
-        self.check("cuKernelSetAttribute", code)
+        self._call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, size, kernel, device)
 
 
 @cache

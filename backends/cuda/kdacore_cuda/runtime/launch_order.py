@@ -1,7 +1,7 @@
 """Which launch must come right before one that reads device memory before it waits.
 
 From compute capability 9.0 a launch may begin before the one ahead of it in the stream has ended
-(:mod:`kdacore_cuda.runtime.launcher`). All kernels wait for it before they read or write anything, except those of
+(:mod:`kdacore_cuda.runtime.kernel`). All kernels wait for it before they read or write anything, except those of
 :data:`AHEAD`: they read at once what was there before the launch ahead let them begin. That holds behind the launches
 named there, which have waited themselves, and behind no others: a kernel of another library may let the next launch
 begin before it has waited or written.

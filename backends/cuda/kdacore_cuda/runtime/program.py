@@ -35,10 +35,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdacore_cuda.architectures import overlaps_launches
 from kdacore_cuda.build.cubin_lookup import load_or_compile
 from kdacore_cuda.build.kernel_source import KernelSource
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.launch_order import OTHER_WORK, check_order
-from kdacore_cuda.runtime.launcher import Launcher, overlaps_launches
 
 MAGIC, FORMAT = 0x6B6461636F7265, 3
 KERNEL, CLEAR, COPY = 1, 2, 3
@@ -63,7 +64,7 @@ class Launch(NamedTuple):
     """A step that launches a kernel."""
 
     name: str
-    launcher: Launcher
+    kernel: Kernel
     grid: str
     """The number of blocks. A launch of 0 blocks is left out."""
     fields: Mapping[str, Value] = {}
@@ -110,20 +111,20 @@ class Program:
         self, steps: Sequence[Step], arrays: Sequence[str], numbers: Sequence[str], one_segment: bool = False
     ) -> None:
         self.steps, self.arrays, self.one_segment = tuple(steps), tuple(arrays), one_segment
-        entries = [x.launcher.kernel.entry if isinstance(x, Launch) else OTHER_WORK for x in steps]
+        entries = [x.kernel.source.entry if isinstance(x, Launch) else OTHER_WORK for x in steps]
         check_order(entries, one_segment=one_segment)
         self._formats: dict[str, str] = {}
         """Of the numbers that steps take, by name."""
         self._in_both_widths: set[str] = set()
         """Those that 32-bit fields hold, and something of 64 bits too."""
-        self._places = {
-            x.name: self._places_of(x, {*arrays, *numbers}) for x in self.steps if isinstance(x, Launch)
-        }
-        sizes = {x.size for x in self.steps if not isinstance(x, Launch)}
-        for name in sizes | {x.grid for x in self.steps if isinstance(x, Launch)}:
-            self._note(name, _INT64, {*arrays, *numbers}, name)
+        known = {*arrays, *numbers}
+        self._places = {x.name: self._places_of(x, known) for x in self.steps if isinstance(x, Launch)}
+        for step in self.steps:
+            name = step.grid if isinstance(step, Launch) else step.size
+            self._note(name, _INT64, known, name)
         self.numbers = tuple(self._formats)
-        """Names of the numbers that a call gives."""
+        """Names of the numbers that a call gives, in the order of the steps: XLA's cache, and the processes of one job,
+        compare programs."""
         self._pack_numbers = struct.Struct("<" + "".join(self._formats.values())).pack
         self._take_numbers = _taking(self.numbers)
         self.pack_addresses = struct.Struct(f"<{len(self.arrays)}q").pack
@@ -143,16 +144,16 @@ class Program:
 
     def _places_of(self, step: Launch, known: set[str]) -> list[tuple[int, int, str, str | None]]:
         """Where values go in the parameters of a launch: byte, width, value, another value or None."""
-        unknown = step.fields.keys() - step.launcher.params.offsets.keys()
+        unknown = step.fields.keys() - step.kernel.params.offsets.keys()
         if unknown:
             raise ValueError(f"{step.name}: no such fields: {', '.join(sorted(unknown))}")
         places: list[tuple[int, int, str, str | None]] = []
-        for field, kind in step.launcher.params.fields:
+        for field, kind in step.kernel.params.fields:
             value = step.fields.get(field, field)
             if value == NOTHING:
                 continue
             if value == LAUNCH:
-                places.append((step.launcher.params.offsets[field], 8, LAUNCH, None))
+                places.append((step.kernel.params.offsets[field], 8, LAUNCH, None))
             elif value != field or field in known:
                 name, offset = (value, None) if isinstance(value, str) else value
                 text, width = _FORMATS[kind]
@@ -161,7 +162,7 @@ class Program:
                 self._note(name, text, known, step.name)
                 if offset is not None:
                     self._note(offset, _INT64, known, step.name)
-                places.append((step.launcher.params.offsets[field], width, name, offset))
+                places.append((step.kernel.params.offsets[field], width, name, offset))
         return places
 
     def pack_numbers(self, given: Mapping[str, float]) -> bytes:
@@ -211,29 +212,26 @@ class Program:
                 made += [COPY, 5, *pair, places[step.size]]
                 places[step.argument] = places[step.result]
             else:
-                identity, cubin = cubin_of(step.launcher.kernel, arch)
+                identity, cubin = cubin_of(step.kernel.source, arch)
                 cubins[identity] = cubin
-                made += self._kernel_words(step, identity, overlaps_launches(arch), places)
+                made += self._kernel_words(step, identity, arch, places)
             count += 1
         counts = [len(names) - 1 - len(results), len(results), len(self.numbers), len(own) // 8]
         header = [MAGIC << 8 | FORMAT, capability, multiprocessors, *counts, count]
         return np.array([*map(_signed, [*header, *_as_words(own), *made])], np.int64), cubins
 
-    def _kernel_words(
-        self, step: Launch, identity: int, overlaps: bool, numbers: Mapping[str, int]
-    ) -> list[int]:
-        launcher, places = step.launcher, []
+    def _kernel_words(self, step: Launch, identity: int, arch: str, numbers: Mapping[str, int]) -> list[int]:
+        entry, size, places = step.kernel.source.entry, step.kernel.params.size, []
         for byte, width, name, offset in self._places[step.name]:
             if name in numbers:
                 more = -1 if offset is None else numbers[offset]
                 places += [byte | width << 16 | numbers[name] << 32, more]
-        entry, size = launcher.kernel.entry.encode(), launcher.params.size
         if len(entry) > ENTRY_BYTES:
-            raise ValueError(f"{launcher.kernel.entry}: longer than {ENTRY_BYTES} bytes")
+            raise ValueError(f"{entry}: longer than {ENTRY_BYTES} bytes")
         return [
             *(KERNEL, KERNEL_WORDS + len(places) + size // 8, identity),
-            *_as_words(entry.ljust(ENTRY_BYTES, b"\0")),
-            *(numbers[step.grid], launcher.threads, launcher.shared, int(overlaps)),
+            *_as_words(entry.encode().ljust(ENTRY_BYTES, b"\0")),
+            *(numbers[step.grid], *step.kernel.block(arch), int(overlaps_launches(arch))),
             *(size, len(places) // 2),
             *(*places, *[0] * (size // 8)),
         ]

@@ -3,7 +3,6 @@ to the driver."""
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import struct
 import threading
@@ -14,8 +13,7 @@ import numpy as np
 
 from kdacore_cuda.build.packaged_cubins import FOLDER
 from kdacore_cuda.runtime import program as programs
-from kdacore_cuda.runtime.driver import Driver, launch_attribute, launch_config
-from kdacore_cuda.runtime.launcher import STATIC_SHARED
+from kdacore_cuda.runtime.driver import Driver
 
 NUMBERS = count(secrets.randbits(62))
 """A different number for every call, which uninitialised memory does not hold by chance. Flags in device memory count
@@ -23,6 +21,8 @@ as raised when they hold it."""
 _ARGUMENTS, _NUMBERS, _OWN, _STEPS = slice(3, 6), 5, 6, 7
 """Places in the header."""
 _MOST_BLOCKS = 2**31 - 1
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory a kernel may use without raising its limit."""
 
 
 class ProgramError(ValueError):
@@ -144,15 +144,10 @@ class PythonExecutor:
     def _launch(self, step: list[int], values: list[int], stream: int, device: int) -> None:
         entry = struct.pack("<4q", *step[3:7]).rstrip(b"\0").decode()
         handle = self.handle(step[2] & (2**64 - 1), entry, step[9], device)
-        buffer = ctypes.create_string_buffer(parameters(step, values))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        attribute = launch_attribute()
         blocks = values[step[7]]
         if not 0 < blocks <= _MOST_BLOCKS:
             raise too_many(f"a launch of {blocks} blocks")
-        config = launch_config(blocks, step[8], step[9], stream, attribute, bool(step[10]))
-        arguments = (ctypes.addressof(config), handle, ctypes.addressof(pointers), None)
-        self.driver.check("cuLaunchKernelEx", self.driver.launch(*arguments))
+        self.driver.launch(handle, parameters(step, values), blocks, step[8], step[9], stream, bool(step[10]))
 
     def handle(self, identity: int, entry: str, shared: int, device: int) -> int:
         """The handle of a kernel that may use ``shared`` bytes on ``device``. Raises ProgramError where there is no

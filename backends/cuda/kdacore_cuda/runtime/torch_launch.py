@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kdacore.arrays.torch.private import allocator as allocator
+from kdacore_cuda.architectures import overlaps_launches
 from kdacore_cuda.runtime import driver, executor
-from kdacore_cuda.runtime.launcher import overlaps_launches
 from kdacore_cuda.runtime.program import cubin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kdacore_cuda.runtime.launcher import Launcher
+    from kdacore_cuda.runtime.kernel import Kernel
     from kdacore_cuda.runtime.program import Program
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -31,18 +31,18 @@ def multiprocessors(index: int) -> int:
 
 
 @cache
-def clusters_at_once(launcher: Launcher, arch: str, index: int) -> int:
+def clusters_at_once(kernel: Kernel, arch: str, index: int) -> int:
     """How many of a kernel's clusters run at once on the CUDA device ``index``, as its driver said when it was first
     asked; 0 where there is no device to ask. Raises BackendBuildError or DriverError."""
     if not torch.cuda.is_available():
         return 0
     with torch.cuda.device(index):
-        identity, cubin = cubin_of(launcher.kernel, arch)
+        source, (threads, shared) = kernel.source, kernel.block(arch)
+        identity, cubin = cubin_of(source, arch)
         here = executor.executor()
         here.add_kernel(identity, cubin)
-        handle = here.handle(identity, launcher.kernel.entry, launcher.shared, index)
-        cluster = dict(launcher.kernel.defines)["CLUSTER"]
-        launch = cluster, launcher.threads, launcher.shared, overlaps_launches(arch)
+        handle = here.handle(identity, source.entry, shared, index)
+        launch = source.macros["CLUSTER"], threads, shared, overlaps_launches(arch)
         return driver.driver().clusters_at_once(handle, *launch, index)
 
 
@@ -59,6 +59,12 @@ def architecture(index: int) -> str:
         return ""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
+
+
+def new_buffers(like: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Uninitialised buffers of so many bytes on ``like``'s device. They come from torch's allocator and go back to it
+    with the tensor: no memory is kept from one call to the next."""
+    return {name: like.new_empty(size, dtype=torch.uint8) for name, size in sizes.items()}
 
 
 def run(

@@ -13,7 +13,7 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
 from kdacore_cuda.forms.launches import Layout
-from kdacore_cuda.forms.segments import sizes as segment_lengths
+from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.launches import keeps_maps
 from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.request_encoding import contiguous_strides
@@ -34,8 +34,8 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         request: the call that the forward served; bfloat16 q, k, v, K = V = 128.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
         saved: what the forward saved, or nothing: then it is recomputed, to the same bits
-            (:mod:`kdacore_cuda.forms.kept.sizes`), or in other segments
-            (:mod:`kdacore_cuda.forms.segments.saved`).
+            (:mod:`kdacore_cuda.forms.saved_operands.workspace`), or in other segments
+            (:mod:`kdacore_cuda.forms.segments.workspace`).
         grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``);
             either may be None.
 

@@ -1,10 +1,11 @@
 """The launches of the chunk backward on Hopper as data.
 
-Everything is recomputed from the inputs, where the forward has saved nothing (:mod:`kdacore_cuda.forms.kept.sizes`,
-:mod:`kdacore_cuda.forms.segments.saved`), in two groups, so that memory of the first can become gradients. The first:
-prepare (operands of each chunk) and scan (states forward and their gradients in reverse, side by side in one grid; with
-few heads in segments, :mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each
-chunk), and sums (over the value heads of a group, and over chunks).
+Everything is recomputed from the inputs, where the forward has saved nothing
+(:mod:`kdacore_cuda.forms.saved_operands.workspace`, :mod:`kdacore_cuda.forms.segments.workspace`), in two groups, so
+that memory of the first can become gradients. The first: prepare (operands of each chunk) and scan (states forward and
+their gradients in reverse, side by side in one grid; with few heads in segments,
+:mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each chunk), and sums (over the
+value heads of a group, and over chunks).
 """
 
 from __future__ import annotations
@@ -13,31 +14,26 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
-from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.backward.kernels import (
     GROUPS_THREADS,
-    SUMS_THREADS,
-    ChunkBackwardKernel,
     grads_kernel,
     groups_kernel,
-    launcher,
-    one_way_warpgroups,
     prepare_kernel,
     scan_kernel,
-    scan_warpgroups,
     sums_kernel,
+    walk_warpgroups,
 )
 from kdacore_cuda.forms.backward.segments import scan_in_segments
-from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
+from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, takes_float_gate
-from kdacore_cuda.forms.kept.sizes import kept_places
 from kdacore_cuda.forms.launches import TOKENS, Launches
-from kdacore_cuda.forms.segments import saved as saved_maps
-from kdacore_cuda.kernel_parameters import GROUPS, ITEM_SIZES, SUMS
+from kdacore_cuda.forms.saved_operands.workspace import saved_buffer
+from kdacore_cuda.forms.segments import workspace as saved_maps
+from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import NOTHING, Clear, Launch, Program, Value
 
 INPUTS = (*TOKENS, "A_log", "dt_bias", "cu_seqlens", "initial_state")
@@ -48,7 +44,7 @@ SECOND_ARRAYS = (*INPUTS, "d_o", "saved", "both", "second", "zeroed", *GRADIENTS
 """Arrays that the other launches take; ``second`` and ``zeroed`` are buffers. ``dA_part`` and ``dbias_part`` are given
 only where sums over chunks are left to the caller."""
 
-Scan = tuple[tuple[str, ChunkBackwardKernel], ...]
+Scan = tuple[tuple[str, Kernel], ...]
 """The launches between prepare and grads: names and kernels, in order."""
 
 
@@ -80,14 +76,13 @@ def launches_of(
     first, both, second, zeroed = (Buffer() for _ in range(4))
     offsets: dict[str, int] = {}
     if saved == "operands":
-        offsets |= kept_places(units)
+        offsets |= saved_buffer(units)[0]
     elif saved == "maps":
-        offsets |= saved_maps.kept_places(sizes["starts"] // saved_maps.START_BYTES)
+        offsets |= saved_maps.saved_places(sizes["starts"] // saved_maps.START_BYTES)
     in_saved = frozenset(offsets)
-    for name, (elements, dtype) in WORKSPACE.items():
+    for name, size in UNIT_BYTES.items():
         if name not in in_saved:
-            buffer = first if name in READ_BY_SCAN_ONLY else both
-            offsets[name] = buffer.add(units * elements * ITEM_SIZES[dtype])
+            offsets[name] = (first if name in READ_BY_SCAN_ONLY else both).add(units * size)
     offsets |= {name: first.add(size) for name, size in sizes.items() if name not in in_saved}
     sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
     parts = tuple(
@@ -102,7 +97,7 @@ def launches_of(
     grads = grads_kernel(takes_float_gate(r), grouped, has_bounded_gate(r))
     rows = r.B * r.T * r.H
     numbers |= {f"{name}_at": at for name, at in offsets.items()} | {
-        "grads_blocks": grads.grid(units, r.N * r.HV, multiprocessors),
+        "grads_blocks": min(units, multiprocessors),
         "group_blocks": -(-rows // (GROUPS_THREADS // 32)),
         "rows": rows,
         "slots": chunk_slots(r),
@@ -127,18 +122,17 @@ def _scan_of(
     """What is launched before the gradients; its numbers; bytes of the arrays that it needs beside the common
     workspace."""
     items, heads, multiprocessors = r.N * r.HV, items_for_choice(r), multiprocessors_of(r)
-    units = int(numbers["units"])
     if saved == "operands":  # of the scan's blocks the reverse ones come first
-        warpgroups = one_way_warpgroups(heads, multiprocessors)
+        warpgroups = walk_warpgroups(heads, multiprocessors)
         return (("scan", scan_kernel(warpgroups)),), {"scan_blocks": 2 // warpgroups * items}, {}
     prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
-    own: dict[str, float] = {"prepare_blocks": prepare.grid(units, items, multiprocessors)}
+    own: dict[str, float] = {"prepare_blocks": numbers["units"]}
     if saved == "maps" or chosen(r).backward_in_segments:
         launches, sizes, more = scan_in_segments(r, saved == "maps")
         return (("prepare", prepare), *launches), own | more, sizes
-    scan = scan_kernel(scan_warpgroups(heads, multiprocessors))
-    own["scan_blocks"] = scan.grid(units, items, multiprocessors)
-    return (("prepare", prepare), ("scan", scan)), own, {}
+    warpgroups = walk_warpgroups(2 * heads, multiprocessors)
+    own["scan_blocks"] = 4 // warpgroups * items
+    return (("prepare", prepare), ("scan", scan_kernel(warpgroups))), own, {}
 
 
 def _gradients_in_second(r: Request, grouped: bool, wanted: InputGrads) -> dict[str, int]:
@@ -172,13 +166,13 @@ def _first_program(
     """``more``: arrays that the scan needs beside the common workspace."""
     fields: dict[str, Value] = {name: _place(name, in_saved) for name in (*WORKSPACE, *sorted(more))}
     fields["h0"] = "initial_state"
-    steps = [Launch(name, launcher(kernel), f"{name}_blocks", fields) for name, kernel in scan]
+    steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in scan]
     return Program(steps, FIRST_ARRAYS, numbers)
 
 
 @cache
 def _second_program(
-    grads: ChunkBackwardKernel,
+    grads: Kernel,
     grouped: bool,
     wanted: InputGrads,
     in_saved: frozenset[str],
@@ -198,29 +192,17 @@ def _second_program(
     steps: list[Launch | Clear] = []
     if packed and parts and not sums_to_caller:
         steps.append(Clear("zeroed", "zeroed_bytes"))
-    steps.append(
-        Launch("grads", launcher(grads), "grads_blocks", {"h0": "initial_state", **fields, **at, **absent})
-    )
+    steps.append(Launch("grads", grads, "grads_blocks", {"h0": "initial_state", **fields, **at, **absent}))
     for x in ("q", "k") if grouped else ():
         if getattr(wanted, x):
             own: dict[str, Value] = {f"x_{axis}": f"{x}_{axis}" for axis in ("sb", "st", "sh")}
             own |= {"x": x, "part": fields[f"d{x}"], "out": f"d{x}", "flags": "call_flags"}
-            steps.append(Launch(f"groups of {x}", _groups_launcher(), "group_blocks", own))
+            steps.append(Launch(f"groups of {x}", groups_kernel(), "group_blocks", own))
     if parts and not sums_to_caller:
         sums: dict[str, Value] = {**at, **absent}
         if "dA_part" not in parts:
             sums |= {"d_A": NOTHING, "A_type": NOTHING}
         if "dbias_part" not in parts:
             sums |= {"d_bias": NOTHING, "bias_type": NOTHING}
-        steps.append(Launch("sums", _sums_launcher(), "HV", sums))
+        steps.append(Launch("sums", sums_kernel(), "HV", sums))
     return Program(steps, SECOND_ARRAYS, numbers)
-
-
-@cache
-def _sums_launcher() -> Launcher:
-    return Launcher(sums_kernel(), SUMS, SUMS_THREADS, shared_bytes(sums_kernel()))
-
-
-@cache
-def _groups_launcher() -> Launcher:
-    return Launcher(groups_kernel(), GROUPS, GROUPS_THREADS, shared_bytes(groups_kernel()))

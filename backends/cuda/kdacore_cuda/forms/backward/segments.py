@@ -4,27 +4,26 @@ in both directions.
 Three launches take the place of the scan's one: maps (how each segment changes the state and its
 gradient), chain (the state at each segment's start, its gradient at each end), and scan (every
 segment from there). A call whose sequences have one segment needs the last alone. Where the forward
-saved its maps and states of segments (:mod:`kdacore_cuda.forms.segments.saved`), maps and chain compute
+saved its maps and states of segments (:mod:`kdacore_cuda.forms.segments.workspace`), maps and chain compute
 the gradient's part alone.
 """
 
 from __future__ import annotations
 
 from kdacore.types import Request
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel
-from kdacore_cuda.forms.backward.segments_kernels import (
-    chunks_per_segment,
+from kdacore_cuda.forms.backward.kernels import (
     segment_chain_kernel,
     segment_maps_kernel,
     segment_scan_kernel,
     walk_warpgroups,
 )
 from kdacore_cuda.forms.chunk_numbers import CHUNK
-from kdacore_cuda.forms.segments import sizes as segment_lengths
-from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
+from kdacore_cuda.forms.segments import segment_lengths
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, backward_segment_chunks, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES
 from kdacore_cuda.request_encoding import chunk_flags
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
+from kdacore_cuda.runtime.kernel import Kernel
 
 STATE = 128 * 128
 WORKSPACE: dict[str, tuple[int, str]] = {
@@ -43,7 +42,7 @@ def workspace_bytes(segments: int) -> dict[str, int]:
 
 def scan_in_segments(
     r: Request, saved: bool
-) -> tuple[list[tuple[str, ChunkBackwardKernel]], dict[str, int], dict[str, float]]:
+) -> tuple[list[tuple[str, Kernel]], dict[str, int], dict[str, float]]:
     """The launches of the scan, bytes of the arrays they need, and their numbers.
 
     Args:
@@ -51,7 +50,9 @@ def scan_in_segments(
         saved: the forward's maps and states of segments are there.
     """
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    lengths = segment_lengths.lengths_of(r) if saved else SegmentLengths.uniform(chunks_per_segment(items))
+    lengths = (
+        segment_lengths.lengths_of(r) if saved else SegmentLengths.uniform(backward_segment_chunks(items))
+    )
     segments = lengths.segments(-(-r.T // CHUNK))
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
     flags = chunk_flags(r) | (FLAGS["KEPT_MAPS"] if saved else 0)

@@ -6,21 +6,15 @@ from functools import cache
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
-from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, takes_float_gate
-from kdacore_cuda.forms.fused.kernels import (
-    TAIL_BLOCKS,
-    TAIL_THREADS,
-    checkpoint_tail_kernel,
-    chunk_forward_launcher,
-)
-from kdacore_cuda.forms.fused.sizes import grid_blocks, workspace_size
+from kdacore_cuda.forms.fused.kernels import TAIL_BLOCKS, checkpoint_tail_kernel, chunk_forward_kernel
+from kdacore_cuda.forms.fused.workspace import workspace_bytes
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, STEP_TOKENS, TYPES
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of
-from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
 
 
@@ -31,9 +25,9 @@ def launches_of(r: Request) -> Launches:
         raise ValueError(f"{r.op}: another form serves this call")
     numbers = call_numbers(r) | {
         "clusters": clusters.resident,
-        "blocks": grid_blocks(clusters, r.N * r.HV),
+        "blocks": clusters.blocks(r.N * r.HV),
     }
-    used = 4 * workspace_size(r, clusters)
+    used = workspace_bytes(r, clusters)
     has_tail = bool(r.checkpoint_count) and has_hopper_kernel(r.K, arch)
     has_workspace = used > 0
     if has_tail:
@@ -45,33 +39,29 @@ def launches_of(r: Request) -> Launches:
             "g_type": TYPES[g_type(r)],
         }
         used += 4 * r.checkpoint_count * r.HV * r.K * r.V
-    kernel = r.K, clusters.size, has_bounded_gate(r), takes_float_gate(r), arch
-    launcher = chunk_forward_launcher(*kernel, clusters.many_short, clusters.preparing > 0)
-    program = _program(launcher, has_workspace, has_tail, tuple(numbers))
+    gates = has_bounded_gate(r), takes_float_gate(r)
+    kernel = chunk_forward_kernel(
+        *(r.K, clusters.size, *gates, arch), clusters.many_short, clusters.preparing > 0
+    )
+    program = _program(kernel, has_workspace, has_tail, tuple(numbers))
     return Launches(program, numbers, arch, {"workspace": used})
 
 
 @cache
-def _program(launcher: Launcher, has_workspace: bool, has_tail: bool, numbers: tuple[str, ...]) -> Program:
+def _program(kernel: Kernel, has_workspace: bool, has_tail: bool, numbers: tuple[str, ...]) -> Program:
     fields: dict[str, Value] = {**arguments_of(CHUNK_FORWARD), "launch": LAUNCH}
     if not has_workspace:  # the buffer is for the states before checkpoints alone
         fields["workspace"] = NOTHING
-    steps = [Launch("fused", launcher, "blocks", fields)]
+    steps = [Launch("fused", kernel, "blocks", fields)]
     if has_tail:
         states = ("workspace", "states_at")
         fields["mark_states"] = states
         steps.append(
             Launch(
                 "tail",
-                _tail_launcher(),
+                checkpoint_tail_kernel(),
                 "tail_blocks",
                 arguments_of(CHECKPOINT_TAIL) | {"mark_states": states},
             )
         )
     return Program(steps, FORWARD_ARRAYS, numbers)
-
-
-@cache
-def _tail_launcher() -> Launcher:
-    kernel = checkpoint_tail_kernel()
-    return Launcher(kernel, CHECKPOINT_TAIL, TAIL_THREADS, shared_bytes(kernel))

@@ -1,5 +1,5 @@
-"""The launches of ``chunk_gated_delta_rule`` as data: the records of all chunks, then a walk over each sequence and
-value head."""
+"""The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, then a walk over each sequence and value
+head."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from functools import cache
 
 from kdacore.types import Request
 from kdacore_cuda.forms.chunk_numbers import CHUNK, call_numbers, chunk_slots
-from kdacore_cuda.forms.gated_delta.kernels import (
-    RECORD_BYTES,
-    prepare_launcher,
-    walk_launcher,
-)
+from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
 from kdacore_cuda.kernel_parameters import GATED_DELTA
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Program
 
-
-def walk_warpgroups(items: int, multiprocessors: int) -> int:
-    """Warpgroups of a walking block, for so many sequences and value heads: 1 where two blocks for each still find a
-    multiprocessor."""
-    return 1 if 2 * items <= multiprocessors else 2
+RECORD_BYTES = 2 * 64 * 64 * 2 + 4 * 4 * 20 * 4 + 16
+"""Of a chunk and value head: ``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
 
 
 def launches_of(r: Request) -> Launches:
@@ -32,7 +25,7 @@ def launches_of(r: Request) -> Launches:
     numbers = call_numbers(r) | {
         "NT": NT,
         "g_type": type_code(r, "g"),
-        "prepare_blocks": slots * r.H,
+        "record_blocks": slots * r.H,
         "walk_blocks": 2 // warpgroups * items,
     }
     for name, divisor in (("h", r.H), ("group", r.HV // r.H), ("chunks", NT or 1)):
@@ -41,11 +34,16 @@ def launches_of(r: Request) -> Launches:
     return Launches(_program(warpgroups, tuple(numbers)), numbers, arch_of(r), {"workspace": size})
 
 
+def walk_warpgroups(items: int, multiprocessors: int) -> int:
+    """Warpgroups of a walking block, for so many sequences and value heads: 2 where they fill the device anyway."""
+    return 1 if 2 * items <= multiprocessors else 2
+
+
 @cache
 def _program(warpgroups: int, numbers: tuple[str, ...]) -> Program:
     fields = arguments_of(GATED_DELTA) | {"records": "workspace"}
     steps = (
-        Launch("prepare", prepare_launcher(), "prepare_blocks", fields),
-        Launch("walk", walk_launcher(warpgroups), "walk_blocks", fields),
+        Launch("records", records_kernel(), "record_blocks", fields),
+        Launch("walk", walk_kernel(warpgroups), "walk_blocks", fields),
     )
     return Program(steps, FORWARD_ARRAYS, numbers)

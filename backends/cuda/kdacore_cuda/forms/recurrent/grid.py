@@ -1,4 +1,4 @@
-"""The grid of the recurrent form: the tile of the state that a block computes, and with it threads and blocks."""
+"""The grid of the recurrent form: the tile of the state that a block computes, and with it blocks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ class RecurrentTile(NamedTuple):
     """Columns of V that a block computes."""
     parts: int = 1
     """Parts in which a warp adds up its channels."""
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
 
 _TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]] = {

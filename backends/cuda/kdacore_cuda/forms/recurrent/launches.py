@@ -10,7 +10,7 @@ from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
 from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
-from kdacore_cuda.forms.recurrent.kernels import recurrent_launcher
+from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.kernel_parameters import FLAGS, GATES
 from kdacore_cuda.request_encoding import (
     contiguous_token_strides,
@@ -72,8 +72,8 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
 
 @cache
 def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
-    launcher = recurrent_launcher(K, v_first, bf16_state, mode)
-    return Program((Launch("recurrent", launcher, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
+    kernel = recurrent_kernel(K, v_first, bf16_state, mode)
+    return Program((Launch("recurrent", kernel, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 
 def _width(r: Request, dtypes: Mapping[str, str], name: str) -> int:

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from itertools import product
-from typing import NamedTuple
 
-from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.build.shared_memory import shared_bytes
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, prepare_kernel
-from kdacore_cuda.forms.segments.sizes import CHAIN_THREADS
+from kdacore_cuda.forms.backward.kernels import prepare_kernel
+from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, PREPARE_MARKED, SEGMENTS
+from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _SOURCES = "sm90/chunk_forward/segments"
-MAPS_THREADS = 256
-"""Threads of a block of maps."""
-
-
-class SegmentsKernel(NamedTuple):
-    """One launch. Those after prepare take :data:`kdacore_cuda.kernel_parameters.SEGMENTS`."""
-
-    source: KernelSource
-    threads: int
-
-    @property
-    def shared(self) -> int:
-        """Dynamic shared memory in bytes."""
-        return shared_bytes(self.source)
-
-
-def _kernel(name: str, threads: int, **defines: int) -> SegmentsKernel:
-    return SegmentsKernel(KernelSource(f"{_SOURCES}/{name}.cu", name, tuple(defines.items())), threads)
 
 
 @cache
-def segments_prepare_kernel(
-    float_gate: bool, bounded: bool, leaving_only: bool = False
-) -> ChunkBackwardKernel:
+def segments_prepare_kernel(float_gate: bool, bounded: bool, leaving_only: bool = False) -> Kernel:
     """The operands of every chunk, one block per unit.
 
     Args:
@@ -46,47 +22,43 @@ def segments_prepare_kernel(
     """
     if not bounded:
         return prepare_kernel(float_gate, bounded, for_segments=True, leaving_only=leaving_only)
-    macros: tuple[tuple[str, int], ...] = (
-        ("G_FLOAT", int(float_gate)),
-        ("BOUNDED", 1),
-        ("FOR_SEGMENTS", 1),
-    )
-    if leaving_only:
-        macros += (("LEAVING_ONLY", 1),)
-    source = KernelSource(f"{_SOURCES}/prepare.cu", "prepare", macros)
-    return ChunkBackwardKernel(source, 256, lambda units, heads, multiprocessors: units)
+    flags = {
+        "G_FLOAT": float_gate,
+        "BOUNDED": True,
+        "FOR_SEGMENTS": True,
+        "LEAVING_ONLY": leaving_only or None,
+    }
+    return make_kernel(f"{_SOURCES}/prepare", CHUNK_BACKWARD, **flags)
 
 
 @cache
-def prepare_marked_kernel(float_gate: bool, bounded: bool) -> SegmentsKernel:
-    """Operands of every chunk, and of chunks cut off at checkpoints: one block each. Takes
-    :data:`kdacore_cuda.kernel_parameters.PREPARE_MARKED`.
+def prepare_marked_kernel(float_gate: bool, bounded: bool) -> Kernel:
+    """Operands of every chunk, and of chunks cut off at checkpoints: one block each.
 
     Args:
         float_gate: ``g`` is float32, not bfloat16.
         bounded: every log decay lies in [-5, 0]. Else it does what the backward's kernel does.
     """
     plain = segments_prepare_kernel(float_gate, bounded)
-    source = KernelSource(f"{_SOURCES}/prepare_marked.cu", "prepare_marked", plain.source.defines)
-    return SegmentsKernel(source, plain.threads)
+    return make_kernel(f"{_SOURCES}/prepare_marked", PREPARE_MARKED, **dict(plain.source.defines))
 
 
 @cache
-def maps_kernel() -> SegmentsKernel:
+def maps_kernel() -> Kernel:
     """How each segment maps the state at its start to the state at its end: two blocks per segment
     and value head."""
-    return _kernel("maps", MAPS_THREADS, WARPGROUPS=1)
+    return make_kernel(f"{_SOURCES}/maps", SEGMENTS, WARPGROUPS=1)
 
 
 @cache
-def chain_kernel(blocks: int = 4) -> SegmentsKernel:
+def chain_kernel(blocks: int = 4) -> Kernel:
     """The state at the start of every segment: ``blocks`` (4 or 8, same bits) per sequence and
     value head."""
-    return _kernel("chain", CHAIN_THREADS, ROWS=128 // blocks)
+    return make_kernel(f"{_SOURCES}/chain", SEGMENTS, ROWS=128 // blocks)
 
 
 @cache
-def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False) -> SegmentsKernel:
+def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False) -> Kernel:
     """Outputs, checkpoints and final states: ``blocks`` (1 or 2, same bits) per segment and value
     head.
 
@@ -96,13 +68,8 @@ def output_kernel(blocks: int = 1, paired: bool = False, composes: bool = False)
         composes: the blocks also do what :func:`chain_kernel` does, each for the segment that it has
             (:func:`output_composes`).
     """
-    defines = (
-        {"WARPGROUPS": 2 // blocks}
-        | ({"CLUSTER": 2} if paired else {})
-        | ({"COMPOSES": 1} if composes else {})
-        | {"LAST_READER": 1}
-    )
-    return _kernel("output", 384 if blocks == 1 else 160, **defines)
+    flags = {"CLUSTER": 2 if paired else None, "COMPOSES": composes or None, "LAST_READER": True}
+    return make_kernel(f"{_SOURCES}/output", SEGMENTS, WARPGROUPS=2 // blocks, **flags)
 
 
 def output_blocks(items: int, multiprocessors: int) -> int:
@@ -141,16 +108,3 @@ def output_begins_early(chain_blocks: int, multiprocessors: int) -> bool:
     since the blocks of output then begin at different times (:func:`output_is_paired`).
     """
     return 4 * chain_blocks <= multiprocessors
-
-
-def packaged_segments_kernels() -> Iterator[KernelSource]:
-    """The segments kernels shipped: all there are."""
-    for float_gate, bounded in product((False, True), repeat=2):
-        yield segments_prepare_kernel(float_gate, bounded).source
-        yield prepare_marked_kernel(float_gate, bounded).source
-    for kernel in (maps_kernel(), chain_kernel(4), chain_kernel(8)):
-        yield kernel.source
-    for kernel in (output_kernel(1), output_kernel(2), output_kernel(2, paired=True)):
-        yield kernel.source
-    for paired in (False, True):
-        yield output_kernel(2, paired, composes=True).source

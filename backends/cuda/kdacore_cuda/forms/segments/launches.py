@@ -10,13 +10,11 @@ from __future__ import annotations
 from functools import cache
 
 from kdacore.types import Request
-from kdacore_cuda.forms.backward.kernels import launcher as prepare_launcher
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
-from kdacore_cuda.forms.segments import sizes
+from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.kernels import (
-    SegmentsKernel,
     chain_kernel,
     maps_kernel,
     output_begins_early,
@@ -27,12 +25,12 @@ from kdacore_cuda.forms.segments.kernels import (
     prepare_marked_kernel,
     segments_prepare_kernel,
 )
-from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
-from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, chain_blocks
+from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, PREPARE_MARKED, SEGMENT_LENGTHS, SEGMENTS
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
 
@@ -40,7 +38,7 @@ def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves."""
     numbers = chunk_numbers(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    NT, lengths = int(numbers["NT"]), sizes.lengths_of(r)
+    NT, lengths = int(numbers["NT"]), segment_lengths.lengths_of(r)
     segments = lengths.segments(NT)
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
     units, marked_units = int(numbers["units"]), r.checkpoint_count * r.HV
@@ -97,7 +95,7 @@ def _program(
     marked: bool,
     cut: bool,
     chain: int,
-    output: SegmentsKernel,
+    output: Kernel,
     keeps: bool,
     numbers: tuple[str, ...],
 ) -> Program:
@@ -105,11 +103,10 @@ def _program(
     prepared: dict[str, Value] = {"last": ("workspace", "records_at"), "h0": NOTHING}
     prepared |= dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
     if marked:
-        kernel = prepare_marked_kernel(*gates)
-        prepare = Launcher(kernel.source, PREPARE_MARKED, kernel.threads, kernel.shared)
+        prepare = prepare_marked_kernel(*gates)
         prepared = arguments_of(PREPARE_MARKED) | prepared
     else:
-        prepare = prepare_launcher(segments_prepare_kernel(*gates))
+        prepare = segments_prepare_kernel(*gates)
     buffer = "saved" if keeps else "workspace"
     fields: dict[str, Value] = {
         **arguments_of(SEGMENTS),
@@ -124,14 +121,8 @@ def _program(
         fields |= {"mark_offsets": NOTHING, "mark_rows": NOTHING}
     steps = [Launch("prepare", prepare, "prepare_blocks", prepared)]
     if cut:
-        steps.append(Launch("maps", segments_launcher(maps_kernel()), "map_blocks", fields))
+        steps.append(Launch("maps", maps_kernel(), "map_blocks", fields))
     if chain:
-        steps.append(Launch("chain", segments_launcher(chain_kernel(chain)), "chain_blocks", fields))
-    steps.append(Launch("output", segments_launcher(output), "output_blocks", fields))
+        steps.append(Launch("chain", chain_kernel(chain), "chain_blocks", fields))
+    steps.append(Launch("output", output, "output_blocks", fields))
     return Program(steps, FORWARD_ARRAYS, numbers, one_segment=not cut)
-
-
-@cache
-def segments_launcher(kernel: SegmentsKernel) -> Launcher:
-    """The launcher of one of the launches after prepare. All take the same parameters."""
-    return Launcher(kernel.source, SEGMENTS, kernel.threads, kernel.shared)

@@ -4,20 +4,18 @@ launches before the ranks' exchange are used again by those after it. Nothing is
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms.backward.gradients import narrowed
 from kdacore_cuda.forms.backward.launches import GRADIENTS
-from kdacore_cuda.forms.chunk_forward import CHUNK
-from kdacore_cuda.forms.launches import Layout
-from kdacore_cuda.forms.slices.forward import run
+from kdacore_cuda.forms.slices.forward import Pending
 from kdacore_cuda.forms.slices.launches import GIVEN, BackwardSliceLaunches, backward_launches
-from kdacore_cuda.forms.torch_forward import readable
+from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
-from kdacore_cuda.runtime.torch_arguments import aligned, aligned_bytes
+from kdacore_cuda.runtime.torch_arguments import aligned, aligned_bytes, contiguous
 
 
 def _make(r: Request, saved: bool = False) -> BackwardSliceLaunches:
@@ -27,14 +25,6 @@ def _make(r: Request, saved: bool = False) -> BackwardSliceLaunches:
 
 _launches = {False: PlanCache(_make), True: PlanCache(partial(_make, saved=True))}
 """By whether the forward's maps and states of segments are there."""
-
-
-class Pending(NamedTuple):
-    """What ``backward_finish`` needs of ``backward_begin``."""
-
-    arrays: dict[str, Any]
-    """Arguments as kernels read them, ``d_o``, and the buffers."""
-    layout: Layout | None
 
 
 def backward_begin(
@@ -65,22 +55,16 @@ def backward_begin(
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    made = _launches[bool(saved)](request)
-    given, layout = readable(CHUNK, request, inputs, rows_apart=False)
-    like = inputs.v
-    arrays = {name: getattr(given, name) for name in GIVEN} | {
-        name: like.new_empty(size, dtype=torch.uint8) for name, size in made.begin.buffers.items()
-    }
-    arrays["d_o"] = like.new_zeros(like.shape) if grads.o is None else aligned(grads.o.contiguous())
-    arrays["starts"] = starts.contiguous()
-    arrays["saved"] = aligned_bytes(saved[0]) if saved else None
+    made, like = _launches[bool(saved)](request), inputs.v
+    pending = Pending.of(request, inputs, made.begin)
+    pending.arrays.update(
+        d_o=like.new_zeros(like.shape) if grads.o is None else aligned(grads.o.contiguous()),
+        starts=starts.contiguous(),
+        saved=aligned_bytes(saved[0]) if saved else None,
+    )
     result = starts.new_empty((made.results, request.HV, 128, 128))
-    flows = {
-        "d_final": None if grads.final_state is None else grads.final_state.contiguous(),
-        "d_slice_start": result,
-    }
-    run(made.begin, layout, like, arrays | flows)
-    return result, Pending(arrays, layout)
+    pending.run(made.begin, like, d_final=contiguous(grads.final_state), d_slice_start=result)
+    return result, pending
 
 
 def backward_finish(
@@ -112,20 +96,16 @@ def backward_finish(
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    made, like, (arrays, layout) = _launches[bool(saved)](request), inputs.v, pending
-    ends = ends.contiguous()
+    made, like, ends = _launches[bool(saved)](request), inputs.v, ends.contiguous()
     d_start = ends.new_empty(ends.shape)
-    run(made.scan, layout, like, arrays | {"ends": ends, "d_starts": d_start})
-    left = {name: arrays[name] for name in (*GIVEN, "d_o", "both")}
-    arrays.clear()  # the launches behind the scan read nothing else of it
-    buffers = {
-        name: like.new_empty(size, dtype=torch.uint8) for name, size in made.gradients.buffers.items() if size
-    }
-    of = dict(zip(GRADIENTS, (*GIVEN[:5], "A_log", "dt_bias"), strict=True))
+    pending.run(made.scan, like, ends=ends, d_starts=d_start)
+    left = Pending({name: pending.arrays[name] for name in (*GIVEN, "d_o", "both")}, pending.layout)
+    pending.arrays.clear()  # the launches behind the scan read nothing else of it
     found = {
-        name: None if (x := left[argument]) is None else x.new_empty(x.shape) for name, argument in of.items()
+        name: None if (x := left.arrays[argument]) is None else x.new_empty(x.shape)
+        for name, argument in zip(GRADIENTS, GIVEN, strict=False)
     }
-    run(made.gradients, layout, like, left | buffers | found)
+    left.run(made.gradients, like, **torch_launch.new_buffers(like, made.gradients.buffers), **found)
     of_tokens = dict(zip(InputGrads._fields, found.values(), strict=False))
     of_tokens["g"] = narrowed(of_tokens["g"], inputs.g.dtype)
     return InputGrads(**of_tokens, initial_state=d_start)

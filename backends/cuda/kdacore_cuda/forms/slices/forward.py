@@ -20,11 +20,24 @@ _launches = PlanCache(forward_launches)
 
 
 class Pending(NamedTuple):
-    """What ``finish`` needs of ``begin``."""
+    """What the second half of a slice's forward, or of its backward, needs of the first."""
 
-    arrays: dict[str, torch.Tensor | None]
-    """Arguments as kernels read them, and the buffers ``workspace`` and ``saved``."""
+    arrays: dict[str, Any]
+    """Arguments as kernels read them, and the buffers."""
     layout: Layout | None
+
+    @classmethod
+    def of(cls, r: Request, inputs: ChunkInputs, begin: Launches) -> Pending:
+        """For the launches of the first half."""
+        given, layout = readable(chunk_forward.CHUNK, r, inputs, rows_apart=False)
+        arrays = {name: getattr(given, name) for name in GIVEN}
+        return cls(arrays | torch_launch.new_buffers(inputs.v, begin.buffers), layout)
+
+    def run(self, launches: Launches, like: torch.Tensor, **more: Any) -> None:
+        """Make launches of these arrays and of ``more``, on ``like``'s device. Raises BackendBuildError or
+        DriverError."""
+        packed = launches.program.pack_numbers(launches.with_layout(self.layout))
+        torch_launch.run(launches.program, packed, launches.arch, like, self.arrays | more)
 
 
 def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -> SliceForward:
@@ -43,15 +56,11 @@ def begin(request: Request, inputs: ChunkInputs, leaving: torch.Tensor | None) -
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    made = _launches(request)
-    given, layout = readable(chunk_forward.CHUNK, request, inputs, rows_apart=False)
-    like = inputs.v
+    made, like = _launches(request), inputs.v
     M, C = (like.new_empty((made.results, request.HV, 128, 128), dtype=torch.float32) for _ in range(2))
-    arrays = {name: getattr(given, name) for name in GIVEN} | {
-        name: like.new_empty(size, dtype=torch.uint8) for name, size in made.begin.buffers.items()
-    }
-    run(made.begin, layout, like, arrays | {"M": M, "C": C})
-    return SliceForward(M, C, None if made.finish is None else Pending(arrays, layout))
+    pending = Pending.of(request, inputs, made.begin)
+    pending.run(made.begin, like, M=M, C=C)
+    return SliceForward(M, C, None if made.finish is None else pending)
 
 
 def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, starts: torch.Tensor) -> Outputs:
@@ -80,13 +89,6 @@ def finish(request: Request, inputs: ChunkInputs, pending: Pending | None, start
     o = like.new_empty((r.B, r.T, r.HV, r.V))
     final = starts.new_empty(starts.shape) if r.output_final_state else None
     checkpoints = starts.new_empty(r.checkpoint_shape) if r.checkpoint_every else None
-    results = {"o": o, "final_state": final, "checkpoints": checkpoints}
-    run(made.finish, pending.layout, like, pending.arrays | results | {"starts": starts})
+    pending.run(made.finish, like, o=o, final_state=final, checkpoints=checkpoints, starts=starts)
     saved = (pending.arrays["saved"],) if r.needs_grad and not r.packed else ()
     return Outputs(o, final, checkpoints, saved)
-
-
-def run(launches: Launches, layout: Layout | None, like: torch.Tensor, arrays: dict[str, Any]) -> None:
-    """Make launches of arrays that lie so, on ``like``'s device. Raises BackendBuildError or DriverError."""
-    packed = launches.program.pack_numbers(launches.with_layout(layout))
-    torch_launch.run(launches.program, packed, launches.arch, like, arrays)

@@ -20,29 +20,26 @@ from typing import NamedTuple
 from kdacore.types import InputGrads, Request
 from kdacore_cuda.choice import finishes_as_whole
 from kdacore_cuda.forms.backward import launches as whole_backward
-from kdacore_cuda.forms.backward.kernels import ChunkBackwardKernel, launcher, prepare_kernel
+from kdacore_cuda.forms.backward.kernels import prepare_kernel, segment_scan_kernel, walk_warpgroups
 from kdacore_cuda.forms.backward.segments import workspace_bytes
-from kdacore_cuda.forms.backward.segments_kernels import segment_scan_kernel, walk_warpgroups
-from kdacore_cuda.forms.backward.sizes import READ_BY_SCAN_ONLY, WORKSPACE, Buffer
+from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.launches import TOKENS, Launches
 from kdacore_cuda.forms.segments.kernels import output_blocks, output_kernel, segments_prepare_kernel
-from kdacore_cuda.forms.segments.launches import segments_launcher
-from kdacore_cuda.forms.segments.saved import MAP_BYTES, START_BYTES
-from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES, SegmentLengths, chain_blocks
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks, slice_segment_chunks
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.forms.slices.kernels import (
     chain_kernel,
-    chunks_per_segment,
     maps_kernel,
     segment_maps_kernel,
     slice_gradient_kernel,
     starts_kernel,
     transition_kernel,
 )
-from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES, SEGMENT_LENGTHS, TRANSITION
+from kdacore_cuda.kernel_parameters import FLAGS, SEGMENT_LENGTHS
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
 GIVEN = (*TOKENS, "A_log", "dt_bias", "cu_seqlens")
@@ -106,7 +103,7 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
 def _segments(r: Request, multiprocessors: int) -> tuple[int, int]:
     """Chunks in a segment; segments of one value head, unused slots of a pack included."""
     NT = -(-r.T // CHUNK)
-    segment = chunks_per_segment(NT, r.B * r.HV, multiprocessors)
+    segment = slice_segment_chunks(NT, r.B * r.HV, multiprocessors)
     return segment, r.T // (CHUNK * segment) + r.N if r.packed else r.N * -(-NT // segment)
 
 
@@ -127,19 +124,14 @@ _SEGMENT_FIELDS: dict[str, Value] = {
 def _begin_program(
     float_gate: bool, bounded: bool, as_whole: bool, blocks: int, numbers: tuple[str, ...]
 ) -> Program:
-    prepare = launcher(segments_prepare_kernel(float_gate, bounded, as_whole))
+    prepare = segments_prepare_kernel(float_gate, bounded, as_whole)
     no_lengths = dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
-    transition = transition_kernel(blocks)
     fields = _SEGMENT_FIELDS | {"ht": NOTHING, "ckpt": NOTHING}
+    composed = {name: _SEGMENT_FIELDS[name] for name in ("addends", "maps")}
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"last": "workspace", **no_lengths}),
-        Launch("maps", segments_launcher(maps_kernel(as_whole)), "map_blocks", fields),
-        Launch(
-            "transition",
-            Launcher(transition.source, TRANSITION, transition.threads, transition.shared),
-            "transition_blocks",
-            {"addends": ("workspace", "addends_at"), "maps": "saved"},
-        ),
+        Launch("maps", maps_kernel(as_whole), "map_blocks", fields),
+        Launch("transition", transition_kernel(blocks), "transition_blocks", composed),
     )
     return Program(steps, BEGIN_ARRAYS, numbers)
 
@@ -147,9 +139,9 @@ def _begin_program(
 @cache
 def _finish_program(start_blocks: int, outputs: int, numbers: tuple[str, ...]) -> Program:
     fields = _SEGMENT_FIELDS | {"h0": "starts", "starts": ("saved", "starts_at")}
-    steps = [Launch("output", segments_launcher(output_kernel(outputs)), "output_blocks", fields)]
+    steps = [Launch("output", output_kernel(outputs), "output_blocks", fields)]
     if start_blocks:
-        starts = segments_launcher(starts_kernel(start_blocks))
+        starts = starts_kernel(start_blocks)
         steps.insert(0, Launch("starts", starts, "start_blocks", fields))
     return Program(steps, FINISH_ARRAYS, numbers, one_segment=not start_blocks)
 
@@ -190,9 +182,9 @@ def backward_launches(
 
     whole = whole_backward.launches_of(r, wanted, sums_to_caller=sums_to_caller)
     operands, borders, offsets = Buffer(), Buffer(), dict[str, int]()
-    for name, (elements, dtype) in WORKSPACE.items():
+    for name, size in UNIT_BYTES.items():
         if name in READ_BY_SCAN_ONLY:
-            offsets[name] = operands.add(units * elements * ITEM_SIZES[dtype])
+            offsets[name] = operands.add(units * size)
     for name, size in workspace_bytes(walks).items():
         if not (saved and name != "ends"):
             offsets[name] = (borders if name in ("starts", "ends") else operands).add(size)
@@ -204,11 +196,7 @@ def backward_launches(
         | {f"{name}_at": at for name, at in offsets.items()}
         | {
             # What the gradients kernel reads lies where the second group of a whole call expects it.
-            **{
-                name: x
-                for name, x in whole.first.numbers.items()
-                if name[:-3] in _IN_BOTH and name.endswith("_at")
-            },
+            **{f"{name}_at": whole.first.numbers[f"{name}_at"] for name in _IN_BOTH},
             "prepare_blocks": units,
             "maps_blocks": 2 // maps_warpgroups * walks_of_maps * walks,
             "slice_gradient_blocks": gradient_blocks * results * r.HV,
@@ -219,25 +207,14 @@ def backward_launches(
     if saved:
         numbers["flags"] = int(numbers["flags"]) | FLAGS["KEPT_MAPS"]
     names, arch = tuple(numbers), arch_of(r)
-    prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
-    begin = _backward_program(
-        (
-            ("prepare", prepare),
-            ("maps", segment_maps_kernel(maps_warpgroups)),
-            ("slice_gradient", slice_gradient_kernel(gradient_blocks)),
-        ),
-        "d_final",
-        "d_slice_start",
-        saved,
-        names,
+    before = (
+        ("prepare", prepare_kernel(takes_float_gate(r), has_bounded_gate(r))),
+        ("maps", segment_maps_kernel(maps_warpgroups)),
+        ("slice_gradient", slice_gradient_kernel(gradient_blocks)),
     )
-    scan = _backward_program(
-        (("chain", chain_kernel(blocks)), ("scan", segment_scan_kernel(scan_warpgroups))),
-        "ends",
-        "d_starts",
-        saved,
-        names,
-    )
+    behind = ("chain", chain_kernel(blocks)), ("scan", segment_scan_kernel(scan_warpgroups))
+    begin = _backward_program(before, ("d_final", "d_slice_start"), saved, names)
+    scan = _backward_program(behind, ("ends", "d_starts"), saved, names)
     both = whole.first.buffers["both"]
     buffers = {"operands": operands.bytes, "borders": borders.bytes, "both": both}
     second = whole.second._replace(numbers=whole.second.numbers | lengths | {"flags": numbers["flags"]})
@@ -253,13 +230,9 @@ _WITH_ENDS = frozenset({"slice_gradient", "chain", "scan"})
 
 @cache
 def _backward_program(
-    launches: tuple[tuple[str, ChunkBackwardKernel], ...],
-    d_end: str,
-    d_start: str,
-    saved: bool,
-    numbers: tuple[str, ...],
+    launches: tuple[tuple[str, Kernel], ...], flows: tuple[str, str], saved: bool, numbers: tuple[str, ...]
 ) -> Program:
-    """``d_end`` and ``d_start``: the gradients of states that the launches read and write."""
+    """``flows``: the gradients of states that the launches read and write."""
     fields: dict[str, Value] = {
         name: ("both" if name in _IN_BOTH else "operands", f"{name}_at") for name in WORKSPACE
     }
@@ -269,13 +242,9 @@ def _backward_program(
         "ends": ("borders", "ends_at"),
         "h0": "starts",
     }
+    with_ends = fields | dict(zip(("d_ht", "d_h0"), flows, strict=True))
     steps = [
-        Launch(
-            name,
-            launcher(kernel),
-            f"{name}_blocks",
-            fields | {"d_ht": d_end, "d_h0": d_start} if name in _WITH_ENDS else fields,
-        )
+        Launch(name, kernel, f"{name}_blocks", with_ends if name in _WITH_ENDS else fields)
         for name, kernel in launches
     ]
     return Program(steps, BACKWARD_ARRAYS, numbers)

@@ -3,45 +3,28 @@ divide their work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from functools import cache
 from typing import NamedTuple
 
-from kdacore_cuda.architectures import HEAD_DIMS, HOPPER
-from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.choice import has_hopper_recompute
+from kdacore_cuda.kernel_parameters import INTRA, RECOMPUTE
+from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
-STAGE_THREADS = 128
-"""Block size of every stage kernel."""
-
-
-def intra_kernel(K: int, float16: bool) -> KernelSource:
-    """The stage ``kda_chunk_intra`` for one head dim and 16-bit dtype (float16, else bfloat16).
-
-    Takes :data:`kdacore_cuda.kernel_parameters.INTRA`.
-    """
-    defines = (
-        ("K_DIM", K),
-        ("HALF_F16", int(float16)),
-        ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", 4),
-    )
-    return KernelSource("common/stages/intra.cu", "intra", defines)
+_THREADS = 128
+"""Of a block of the portable kernels."""
 
 
-def recompute_kernel(K: int, V: int, float16: bool) -> KernelSource:
-    """The stage ``kda_recompute_w_u`` for two head dims and a 16-bit dtype, on every architecture.
+@cache
+def intra_kernel(K: int, float16: bool) -> Kernel:
+    """The stage ``kda_chunk_intra`` for one head dim and 16-bit dtype (float16, else bfloat16)."""
+    flags = {"K_DIM": K, "HALF_F16": float16, "THREADS": _THREADS, "MIN_BLOCKS": 4}
+    return make_kernel("common/stages/intra", INTRA, **flags)
 
-    Takes :data:`kdacore_cuda.kernel_parameters.RECOMPUTE`.
-    """
-    defines = (
-        ("K_DIM", K),
-        ("V_DIM", V),
-        ("HALF_F16", int(float16)),
-        ("THREADS", STAGE_THREADS),
-        ("MIN_BLOCKS", 3),
-    )
-    return KernelSource("common/stages/recompute.cu", "recompute", defines)
+
+@cache
+def recompute_kernel(K: int, V: int, float16: bool) -> Kernel:
+    """The stage ``kda_recompute_w_u`` for two head dims and a 16-bit dtype, on every architecture."""
+    flags = {"K_DIM": K, "V_DIM": V, "HALF_F16": float16, "THREADS": _THREADS, "MIN_BLOCKS": 3}
+    return make_kernel("common/stages/recompute", RECOMPUTE, **flags)
 
 
 # kda_recompute_w_u on Hopper with K = V = 128 has a kernel of its own: csrc/sm90.
@@ -55,14 +38,12 @@ L2_BYTES = 72 * 2**20
 about 33 of these; values up to 120 MB measured the same."""
 
 
-def hopper_recompute_kernel(float16: bool, with_q: bool) -> KernelSource:
-    """The stage ``kda_recompute_w_u`` on Hopper for K = V = 128, a 16-bit dtype, and q given or
-    not.
-
-    Takes :data:`kdacore_cuda.kernel_parameters.RECOMPUTE`.
-    """
-    defines = (("K_DIM", HOPPER_HEAD_DIM), ("HALF_F16", int(float16)), ("WITH_Q", int(with_q)))
-    return KernelSource("sm90/stages/recompute_hopper.cu", "recompute_hopper", defines)
+@cache
+def hopper_recompute_kernel(float16: bool, with_q: bool, whole_items: bool = True) -> Kernel:
+    """The stage ``kda_recompute_w_u`` on Hopper for K = V = 128, a 16-bit dtype, and q given or not. ``whole_items``:
+    some blocks of the launch have whole items, and all of them the shared memory for one (:class:`RecomputeGrid`)."""
+    flags = {"K_DIM": HOPPER_HEAD_DIM, "HALF_F16": float16, "WITH_Q": with_q}
+    return make_kernel("sm90/stages/recompute_hopper", RECOMPUTE, 0 if whole_items else 1, **flags)
 
 
 class RecomputeGrid(NamedTuple):
@@ -106,15 +87,3 @@ def recompute_grid(items: int, multiprocessors: int, empty: int, with_q: bool) -
         staggered=multiprocessors * (3 if whole else 4),
         first_in_l2=max(items - empty - L2_BYTES // written, 0),
     )
-
-
-def packaged_stages_kernels(arch: str) -> Iterator[KernelSource]:
-    """The stage kernels shipped for ``arch``: those with K = V that serve calls there."""
-    for float16 in (False, True):
-        for K in HEAD_DIMS:
-            yield intra_kernel(K, float16)
-            if not has_hopper_recompute(K, K, arch):
-                yield recompute_kernel(K, K, float16)
-    if arch == HOPPER:
-        for float16, with_q in product((False, True), repeat=2):
-            yield hopper_recompute_kernel(float16, with_q)

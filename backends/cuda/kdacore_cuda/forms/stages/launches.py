@@ -6,20 +6,18 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import Request
-from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.forms.stages.kernels import (
-    STAGE_THREADS,
     hopper_recompute_kernel,
     intra_kernel,
     recompute_grid,
     recompute_kernel,
 )
-from kdacore_cuda.kernel_parameters import FLAGS, INTRA, RECOMPUTE
+from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.request_encoding import contiguous_strides, is_int64, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.launcher import Launcher
+from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import Launch, Program
 
 
@@ -60,7 +58,7 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
     blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
     whole = staggered = first_in_l2 = 0
     if r.op == "kda_chunk_intra":
-        launcher = _intra_launcher(r.K, float16, arch)
+        kernel = intra_kernel(r.K, float16)
     elif chosen(r).own_recompute:
         # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
         # their last one.
@@ -68,9 +66,9 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
         whole, blocks, staggered, first_in_l2 = recompute_grid(
             blocks, multiprocessors_of(r), empty, r.has("q")
         )
-        launcher = _hopper_recompute_launcher(float16, r.has("q"), whole > 0)
+        kernel = hopper_recompute_kernel(float16, r.has("q"), whole > 0)
     else:
-        launcher = _recompute_launcher(r.K, r.V, float16, arch)
+        kernel = recompute_kernel(r.K, r.V, float16)
     flags = FLAGS["CU64"] * is_int64(r, "cu_seqlens")
     values = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks, flags, type_code(r, "beta"), r.scale),
@@ -78,12 +76,12 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
     )
     numbers = dict(zip(_SIZES, values, strict=True))
     numbers |= dict(zip(_stride_names(r.op), strides or _contiguous(r, arrays), strict=True))
-    return Launches(_program(r.op, launcher), numbers, arch)
+    return Launches(_program(r.op, kernel), numbers, arch)
 
 
 @cache
-def _program(op: str, launcher: Launcher) -> Program:
-    step = Launch(op, launcher, "blocks", {"g": "gc"})
+def _program(op: str, kernel: Kernel) -> Program:
+    step = Launch(op, kernel, "blocks", {"g": "gc"})
     return Program((step,), (*ARRAYS[op].given, *ARRAYS[op].results), (*_stride_names(op), *_SIZES))
 
 
@@ -96,22 +94,3 @@ def _stride_names(op: str) -> tuple[str, ...]:
 def _contiguous(r: Request, arrays: StageArrays) -> tuple[int, ...]:
     specs = (r.spec(name if r.has(name) else "k") for name in arrays.strided)
     return tuple(s for spec in specs for s in contiguous_strides(spec.shape)[:3])
-
-
-@cache
-def _intra_launcher(K: int, float16: bool, arch: str) -> Launcher:
-    kernel = intra_kernel(K, float16)
-    return Launcher(kernel, INTRA, STAGE_THREADS, shared_bytes(kernel, arch))
-
-
-@cache
-def _recompute_launcher(K: int, V: int, float16: bool, arch: str) -> Launcher:
-    kernel = recompute_kernel(K, V, float16)
-    return Launcher(kernel, RECOMPUTE, STAGE_THREADS, shared_bytes(kernel, arch))
-
-
-@cache
-def _hopper_recompute_launcher(float16: bool, with_q: bool, some_whole: bool) -> Launcher:
-    kernel = hopper_recompute_kernel(float16, with_q)
-    of_whole, of_half = shared_bytes_of_each(kernel)
-    return Launcher(kernel, RECOMPUTE, STAGE_THREADS, of_whole if some_whole else of_half)

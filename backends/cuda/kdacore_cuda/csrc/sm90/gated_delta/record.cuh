@@ -1,4 +1,4 @@
-// What prepare leaves of a chunk (64 tokens) and value head for walk, one contiguous record each.
+// What chunk_records leaves of a chunk (64 tokens) and value head for walk_records, one contiguous record each.
 //
 // One decay a token serves all channels, so q and k are multiplied as the caller has them, and decays, norms and beta
 // are factors of rows of float32 sums. With G the log2 decay summed from the chunk's start, r = 1 / |k| (1 without
@@ -8,7 +8,7 @@
 //   o_i = c_i 2^G_i S q_i + sum over j <= i of c_i 2^(G_i - G_j) (q_i . k_j) r_j u_j
 //   S'  = 2^G_last S + sum over j of 2^(G_last - G_j) r_j u_j k_j^T
 //
-// With T the inverse of I + L, of which the diagonal is 1, walk computes w_i = r_i u_i as
+// With T the inverse of I + L, of which the diagonal is 1, walk_records computes w_i = r_i u_i as
 //
 //   y_i = v_i - state_i S k_i,   w_i = own_i y_i + sum over j < i of t_ij y_j
 //
@@ -19,7 +19,7 @@
 #include "generated/gated_delta_params.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
 
-// A number of each token, in the order in which lanes of walk read them: a lane with columns 8j + 2t and 8j + 2t + 1 of
+// A number of each token, in the order in which lanes of walk_records read them: a lane with columns 8j + 2t and 8j + 2t + 1 of
 // products over 64 tokens has sixteen in a row. Rows are padded so that four of them do not share a bank.
 struct TokenFactors {
   float x[4][20];

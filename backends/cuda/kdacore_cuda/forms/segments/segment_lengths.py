@@ -121,16 +121,37 @@ def lengths_of(request: Request) -> SegmentLengths:
     return choose_lengths(request.N * request.HV, multiprocessors_of(request), request.packed)
 
 
-CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
-"""Bytes of the record that prepare writes for one chunk and value head:
-csrc/sm90/chunk_forward/segments/chunk_operands.cuh."""
+def backward_segment_chunks(items: int) -> int:
+    """Chunks in a segment of a backward for which the forward saved nothing, for ``items`` sequences and value heads.
 
-CHAIN_THREADS = 256
-"""Threads of a block of the kernels that apply the maps of segments to a state one after another, forward, backward
-and on slices of a row (csrc/sm90/chunk_forward/segments/compose.cuh)."""
+    Longer segments leave fewer maps to make and to chain, shorter ones occupy more
+    multiprocessors: at 8192 tokens, 4 heads of 16 chunks or 8 of 32 are 32 segments, which are
+    walked at once in both directions, by two blocks each.
+    """
+    return 32 if items > 6 else 16
+
+
+_SLICE_SEGMENT_CHUNKS = (128, 64, 32, 16, 8)
+
+
+def slice_segment_chunks(chunks: int, heads: int, multiprocessors: int) -> int:
+    """Chunks in a segment of a slice of a row: as many as leave every other multiprocessor a segment.
+
+    Long segments leave fewer maps to apply one after another, twice in each pass and 1.2 us each; two
+    blocks walk over a segment in most launches. Unlike in a call without ranks, the number of tokens may
+    decide: it moves the borders of the slices anyway.
+
+    Args:
+        chunks: of the slice.
+        heads: batch rows times value heads.
+        multiprocessors: of the device.
+    """
+    fitting = (n for n in _SLICE_SEGMENT_CHUNKS if 2 * -(-chunks // n) * heads >= multiprocessors - 4)
+    return next(fitting, _SLICE_SEGMENT_CHUNKS[-1])
 
 
 def chain_blocks(states: int, multiprocessors: int) -> int:
-    """Blocks per state of those kernels, which share its value rows (same bits), for so many states: 8 where each finds
-    a multiprocessor of its own, else 4."""
+    """Blocks per state of the kernels that apply the maps of segments to a state one after another, forward, backward
+    and on slices of a row (csrc/sm90/chunk_forward/segments/compose.cuh). They share its value rows (same bits): 8
+    where each block of so many states finds a multiprocessor of its own, else 4."""
     return 8 if 8 * states <= multiprocessors else 4

@@ -246,7 +246,7 @@ __device__ __forceinline__ void make_record(const GatedDeltaParams& p, u32 share
   sync_threads(1 + team_index, 32 * TEAM_WARPS);
 }
 
-KDA_KERNEL(THREADS, 2) prepare_gated_delta(KDA_PARAM GatedDeltaParams p) {
+KDA_KERNEL(THREADS, 2) chunk_records(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();

@@ -304,7 +304,7 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
     write_state(state, row, l.t, final, p.flags);
 }
 
-KDA_KERNEL(THREADS, 1) walk_gated_delta(KDA_PARAM GatedDeltaParams p) {
+KDA_KERNEL(THREADS, 1) walk_records(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   make_barriers(shared);

@@ -1,5 +1,5 @@
-"""What the CUDA kernels cannot do, one function per reason. Each returns the Reason, or None for a
-call it can serve.
+"""The calls that the CUDA kernels cannot serve: a verifier for each reason, beside the options that
+:func:`kdacore_cuda.make_backend` does not list. It returns the Reason, or None for a call without it.
 
 Verifiers read shapes, dtypes and flags, never values.
 """
@@ -7,6 +7,7 @@ Verifiers read shapes, dtypes and flags, never values.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,23 +101,23 @@ def xla_version(request: Request) -> Reason | None:
 @common.reads_no_lengths
 def gate_dtypes(request: Request) -> Reason | None:
     """Gates, betas and biases are 16- or 32-bit floats."""
-    for name in ("g", "beta", "dt_bias"):
-        if request.has(name) and request.spec(name).dtype not in FLOAT_DTYPES:
-            got = f"{name}: {request.spec(name).dtype}"
-            return Reason("dtype", "takes 16- and 32-bit floats", got, " or ".join(FLOAT_DTYPES))
+    wanted = dict.fromkeys(("g", "beta", "dt_bias"), FLOAT_DTYPES)
+    return _other_dtype(request, wanted, "takes 16- and 32-bit floats")
+
+
+def _other_dtype(request: Request, wanted: Mapping[str, Collection[str]], why: str) -> Reason | None:
+    """Of the first of these arguments that has another dtype."""
+    for name, dtypes in wanted.items():
+        if request.has(name) and (got := request.spec(name).dtype) not in dtypes:
+            return Reason("dtype", why, f"{name}: {got}", " or ".join(dtypes))
     return None
 
 
 def grid_size(request: Request) -> Reason | None:
     """A one-dimensional grid has at most 2**31 - 1 blocks."""
-    if isinstance(request.N, int) and request.N * request.HV * 16 >= 2**31:
-        return Reason(
-            "too_large",
-            "has too many sequences and heads for one launch",
-            f"N*HV={request.N * request.HV}",
-            "< 2**27",
-        )
-    return None
+    if not isinstance(request.N, int) or (items := request.N * request.HV) * 16 < 2**31:
+        return None
+    return Reason("too_large", "has too many sequences and heads for one launch", f"N*HV={items}", "< 2**27")
 
 
 @common.reads_no_lengths
@@ -160,11 +161,7 @@ def stage_dtypes(request: Request) -> Reason | None:
         return Reason("dtype", "takes 16-bit q, k, v in its stages", request.dtype, " or ".join(STAGE_DTYPES))
     wanted: dict[str, tuple[str, ...]] = dict.fromkeys(("q", "k", "v", "Akk"), (request.dtype,))
     wanted |= {"gc": ("float32",), "beta": FLOAT_DTYPES}
-    for name, dtypes in wanted.items():
-        if request.has(name) and request.spec(name).dtype not in dtypes:
-            got = f"{name}: {request.spec(name).dtype}"
-            return Reason("dtype", "takes other dtypes in its stages", got, " or ".join(dtypes))
-    return None
+    return _other_dtype(request, wanted, "takes other dtypes in its stages")
 
 
 @common.reads_no_lengths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kdacore_cuda.kernel_parameters import ITEM_SIZES
+
 WORKSPACE: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("kg", "kg_low", "qg", "w", "u", "dr"), (64 * 128, "bfloat16")),
     **dict.fromkeys(("aqk", "inv"), (64 * 64, "bfloat16")),
@@ -11,6 +13,9 @@ WORKSPACE: dict[str, tuple[int, str]] = {
 }
 """Elements and dtype of each array of the workspace, for one chunk and value head. The kernels'
 workspace header under csrc/sm90 says what they hold."""
+
+UNIT_BYTES = {name: elements * ITEM_SIZES[dtype] for name, (elements, dtype) in WORKSPACE.items()}
+"""Bytes of each array, for one chunk and value head."""
 
 READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
 """Those that the gradients kernel does not read."""

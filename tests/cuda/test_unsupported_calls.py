@@ -19,7 +19,7 @@ from kdacore.cli import main as cli
 from kdacore.ops import OPS
 from kdacore.registry import REGISTRY, missing
 from kdacore.types import ChunkInputs, Device, Request
-from kdacore_cuda import _driver_missing, make_backend, verifiers
+from kdacore_cuda import _driver_missing, make_backend, unsupported_calls
 
 pytestmark = pytest.mark.quick
 
@@ -66,10 +66,10 @@ def test_rejects(changes: dict[str, Any], code: str) -> None:
 
 
 def test_without_nvrtc_only_packaged_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "_has_compiler", lambda: False)
+    monkeypatch.setattr(unsupported_calls, "_has_compiler", lambda: False)
     assert codes(request(device=Device("cuda", 0, "sm_80"))) == {"unavailable"}
     assert codes(request(device=Device("cuda", 0, "sm_90"))) == set()
-    monkeypatch.setattr(verifiers, "_has_cubins", lambda: False)  # as of the wheel for every machine
+    monkeypatch.setattr(unsupported_calls, "_has_cubins", lambda: False)  # as of the wheel for every machine
     assert codes(request(device=Device("cuda", 0, "sm_90"))) == {"unavailable"}
 
 
@@ -131,7 +131,11 @@ def test_every_declared_function_exists() -> None:
     """They are named as text, and imported when they are first called."""
     source = Path(kdacore_cuda.__file__).read_text()
     named = re.findall(r'_lazy\("([\w.]+)", "(\w+)"\)', source)
-    named += [("verifiers", name) for name in re.findall(r'_verifier\("(\w+)"\)', source)]
+    named += [
+        ("unsupported_calls", name)
+        for names in re.findall(r"_verifiers\(([^)]+)\)", source)
+        for name in re.findall(r'"(\w+)"', names)
+    ]
     named += [("forms.stages.forward", name) for name in re.findall(r'_stage\("(\w+)"\)', source)]
     assert len(named) >= 20
     for module, function in named:

@@ -12,11 +12,11 @@ import pytest
 
 from kdacore.errors import BackendBuildError
 from kdacore_cuda.architectures import HOPPER, PACKAGED_ARCHS, SHARED_LIMITS
-from kdacore_cuda.build import shared_memory
+from kdacore_cuda.build import launch_sizes as lookup
 from kdacore_cuda.build.cubin_contents import LaunchSizes, read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, gather_headers
+from kdacore_cuda.build.launch_sizes import launch_sizes
 from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, recorded_sizes, row_name
-from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.backward.kernels import sums_kernel
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
@@ -25,7 +25,7 @@ from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 
 ROWS = CUBINS.rows()
 PACKAGED = [(kernel, arch) for arch in PACKAGED_ARCHS for kernel in packaged_kernels(arch)]
-KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN)
+KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
 
 
 def sizes_of(kernel: KernelSource, arch: str) -> LaunchSizes:
@@ -104,25 +104,23 @@ def test_a_size_that_is_off_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_kernels_with_blocks_of_two_kinds() -> None:
-    kernel = hopper_recompute_kernel(False, True)
-    whole, half = shared_bytes_of_each(kernel)
+    kernel = hopper_recompute_kernel(False, True).source
+    whole, half = launch_sizes(kernel, HOPPER).shared
     assert whole > half > 0
-    with pytest.raises(ValueError, match="too many values"):
-        shared_bytes(kernel)
 
 
 @pytest.mark.quick
 def test_sizes_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel that is not packaged: its cubin is found, or compiled, once."""
-    kernel = KernelSource(sums_kernel().path, "sums", (("THREADS", 512), ("NEVER_PACKAGED", 1)))
+    kernel = KernelSource(sums_kernel().source.path, "sums", (("THREADS", 512), ("NEVER_PACKAGED", 1)))
     compiled: list[KernelSource] = []
 
     def load(wanted: KernelSource, arch: str) -> bytes:
         compiled.append(wanted)
-        return cubin_of(sums_kernel(), HOPPER)
+        return cubin_of(sums_kernel().source, HOPPER)
 
-    monkeypatch.setattr(shared_memory, "load_or_compile", load)
-    assert [shared_bytes(kernel) for _ in range(3)] == [4 * 512] * 3
+    monkeypatch.setattr(lookup, "load_or_compile", load)
+    assert [launch_sizes(kernel, HOPPER).shared for _ in range(3)] == [(4 * 512,)] * 3
     assert compiled == [kernel]
 
 

@@ -249,6 +249,27 @@ _H200_HEADS = (
 """Few heads, long and short sequences: what :data:`_H200_FORWARD` and :data:`_H200_TRAINING` leave out."""
 
 
+def _gated_delta(name: str, H: int, HV: int, *cuda: float, **sizes: Any) -> Case:
+    """Milliseconds that cuda must reach, and aims at."""
+    goals = _goals(1e-3, cuda=cuda)
+    op = "chunk_gated_delta_rule"
+    return Case(name=name, op=op, gate="softplus", H=H, HV=HV, goals=goals, **sizes)
+
+
+_H200_GATED_DELTA = (
+    _gated_delta("B1 T8192 H16 HV32", 16, 32, 0.20, 0.14),
+    _gated_delta("B1 T8192 H2 HV8", 2, 8, 0.088, 0.068),
+    _gated_delta("B1 T8192 H4 HV8", 4, 8, 0.088, 0.068),
+    _gated_delta("B4 T2048 H16 HV32", 16, 32, 0.105, 0.09, B=4, T=2048),
+    _gated_delta("B8 T2048 H16 HV32", 16, 32, 0.21, 0.165, B=8, T=2048),
+    _gated_delta("B1 T8192 H16 HV64", 16, 64, 0.33, 0.25),
+    _gated_delta("packed 6 uneven H16 HV32", 16, 32, 0.21, 0.15, T=sum(PACK), lengths=PACK),
+    _gated_delta("B1 T32768 H2 HV8", 2, 8, 0.25, 0.20, T=32768),
+    _gated_delta("B1 T2048 H4 HV8 from a state", 4, 8, 0.05, 0.04, T=2048, initial_state=True),
+)
+"""The gated delta rule, one decay a token, with the value heads of models that use it."""
+
+
 def _choice() -> Iterator[Case]:
     """The calls of :mod:`kdacore.bench.choice_shapes`."""
 
@@ -289,6 +310,7 @@ PRESETS: dict[str, tuple[Case, ...]] = {
     "h200-forward": _H200_FORWARD,
     "h200-training": _H200_TRAINING,
     "h200-heads": _H200_HEADS,
+    "h200-gdn": _H200_GATED_DELTA,
     "h200-decode": _H200_DECODE,
     "h200-decode-graph": _H200_DECODE_GRAPH,
     "h200-host": _H200_HOST,

@@ -39,6 +39,8 @@ _ITEMS = (
     (256, 32),
 )
 """Batch and heads."""
+_GATED_DELTA_ITEMS = ((1, 2), (1, 4), (1, 8), (1, 16), (1, 24), (1, 32), (2, 32), (8, 32), (64, 32))
+"""Batch and value heads, two a key head."""
 _SOME_TOKENS = (1, 16, 64, 256, 4096)
 _SOME_ITEMS = ((1, 4), (1, 16), (1, 64), (16, 32), (256, 32))
 _STATE_TOKENS = (1, 16, 64, 128, 512)
@@ -80,6 +82,11 @@ def _chunk() -> Iterator[Case]:
         yield _case(**sizes, initial_state=True)
     for sizes in _grid(_PACK_TOKENS, _PACK_ITEMS, LARGEST):
         yield _pack(sizes["B"], sizes["T"], sizes["H"])
+    gdn: Fields = {"op": "chunk_gated_delta_rule", "gate": "softplus"}
+    for sizes in _grid(_TOKENS, _GATED_DELTA_ITEMS, LARGEST):
+        yield _case(**sizes | {"H": sizes["H"] // 2, "HV": sizes["H"]}, **gdn)
+    for sizes in _grid(_PACK_TOKENS, ((4, 8), (16, 32)), LARGEST):
+        yield _pack(sizes["B"], sizes["T"], sizes["H"], **gdn)
 
 
 def _pack(N: int, mean: int, H: int, **fields: Any) -> Case:

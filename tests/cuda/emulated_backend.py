@@ -77,22 +77,19 @@ class Plugin:
 
 
 @contextmanager
-def registered() -> Iterator[None]:
-    """The backend with ``chunk_kda`` of torch arrays can be chosen inside."""
-    REGISTRY.register(Plugin(), NAME)
+def registered(*ops: str) -> Iterator[None]:
+    """The backend with these ops of torch arrays (``chunk_kda``) can be chosen inside."""
+    REGISTRY.register(Plugin(*ops), NAME)
     try:
         yield
     finally:
         REGISTRY.reset()
 
 
-def wide_inference_cases() -> list[Case]:
-    """The suite's eager cases of ``chunk_kda`` without gradients, with K = V = 128, that the registered backend
-    serves."""
+def wide_inference_cases(op: str = "chunk_kda") -> list[Case]:
+    """The suite's eager cases of an op without gradients, with K = V = 128, that the registered backend serves."""
     cases = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
-    plain = [
-        c for c in cases if c.op == "chunk_kda" and c.check not in matrix.DIFFERENTIATES and c.mode == "eager"
-    ]
+    plain = [c for c in cases if c.op == op and c.check not in matrix.DIFFERENTIATES and c.mode == "eager"]
     served = [c for c in plain if not judge(c)]
     wide = [dataclasses.replace(c, shape=dataclasses.replace(c.shape, K=128, V=128)) for c in served]
     return [c for c in wide if not judge(c)]

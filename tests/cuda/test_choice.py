@@ -79,6 +79,10 @@ FORMS: dict[str, tuple[Request, str]] = {
         dataclasses.replace(call(8, 1, B=32, N=32, state_indices_ndim=1), op="fused_recurrent_kda"),
         "recurrent: the kernel for one token a sequence, 32 sequences of 8 heads",
     ),
+    "the gated delta rule": (
+        dataclasses.replace(call(8), op="chunk_gated_delta_rule", scalar_gate=True),
+        "gated_delta: 8 heads",
+    ),
     "a stage": (
         dataclasses.replace(call(8), op="kda_recompute_w_u"),
         "stages: the kernel of Hopper, K=128, V=128",

@@ -109,6 +109,15 @@ def make_backend() -> Backend:
         fast_gradients=_lazy("forms.backward.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
     )
+    gated_delta = _op(
+        forward=_lazy("forms.gated_delta.forward", "forward"),
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
+        verifiers=(
+            *_COMMON,
+            *_verifiers("torch_arrays", "hopper", "head_dim_128", "chunk_forward_dtype", "sequence_length"),
+        ),
+        fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
+    )
     recurrent = _op(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
@@ -122,12 +131,14 @@ def make_backend() -> Backend:
         kinds=("torch", "jax"),
         ops={
             "chunk_kda": chunk,
+            "chunk_gated_delta_rule": gated_delta,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
             "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
             "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
         },
-        summary="hand-written kernels: bfloat16 chunk_kda, its backward on Hopper, recurrent ops, two training stages",
+        summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule; recurrent ops, "
+        "two training stages",
         requirements=(
             Requirement("CUDA driver", _driver_missing, install, hardware=True),
             Requirement("torch or JAX", _array_library_missing, "pip install 'kdacore[cuda]'"),

@@ -97,6 +97,8 @@ def choose(request: Request, device: Figures) -> Choice:
         return _choose_chunk(request, device)
     if request.op in ("kda_chunk_intra", "kda_recompute_w_u"):
         return _choose_stage(request, device)
+    if request.op == "chunk_gated_delta_rule":
+        return Choice("gated_delta", amount_of(request))
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 

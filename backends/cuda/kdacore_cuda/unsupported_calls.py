@@ -135,6 +135,24 @@ def gradients(request: Request) -> Reason | None:
     return None
 
 
+@common.reads_no_lengths
+def torch_arrays(request: Request) -> Reason | None:
+    """The gated delta rule's kernels are not called from JAX yet."""
+    if request.kind == "torch":
+        return None
+    return Reason("array_kind", "has this op for torch tensors only", request.kind, "torch")
+
+
+@common.reads_no_lengths
+def hopper(request: Request) -> Reason | None:
+    """The gated delta rule's kernels use warpgroup products."""
+    arch = request.device.arch
+    return None if arch == "sm_90" else Reason("device", "has this op for Hopper only", arch, "sm_90")
+
+
+head_dim_128 = common.head_dims((128,), equal=True)
+"""Those of the gated delta rule are compiled for one head dim."""
+
 STAGE_DTYPES = ("bfloat16", "float16")
 STAGE_CHUNK = 64
 

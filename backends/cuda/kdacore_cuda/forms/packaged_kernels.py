@@ -11,6 +11,7 @@ from kdacore_cuda.choice import SCANNERS, RecurrentMode, cluster_sizes, has_hopp
 from kdacore_cuda.forms.backward import kernels as backward
 from kdacore_cuda.forms.dataflow import kernels as dataflow
 from kdacore_cuda.forms.fused import kernels as fused
+from kdacore_cuda.forms.gated_delta import kernels as gated_delta
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.forms.segments import kernels as segments
 from kdacore_cuda.forms.slices import kernels as slices
@@ -60,6 +61,8 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(segments.output_kernel, (2,), _EITHER, _EITHER),
         _each(dataflow.prepare_units_kernel, _EITHER, _NO),
         _each(dataflow.walk_kernel),
+        _each(gated_delta.records_kernel),
+        _each(gated_delta.walk_kernel, _WARPGROUPS),
         _each(slices.maps_kernel, _EITHER),
         _each(slices.transition_kernel, _BLOCKS),
         _each(slices.starts_kernel, _BLOCKS),

@@ -250,6 +250,7 @@ KDA_KERNEL(THREADS, 2) chunk_records(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();
+  launch_dependents();  // walk_records waits for this launch as a whole
   const KeyUnit u = find_key_unit(p, block_index());
   if (!u.rows) return;
   const int lane = thread_index() & 31, warp = uniform(thread_index() >> 5);

@@ -1,0 +1,100 @@
+"""``chunk_gated_delta_rule`` on a GPU: against the oracle, equal bits, graphs, several streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_calls import MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request_of
+
+import kdacore
+from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda.forms.gated_delta import forward as gated_delta
+from kdacore_cuda.forms.gated_delta import launches
+
+pytestmark = pytest.mark.gpu
+OP = "chunk_gated_delta_rule"
+
+
+def draw(T: int, H: int, HV: int, *, B: int = 1, gate: str = "init", **arrays: Any) -> ChunkInputs:
+    d = Draw(T + HV, device="cuda")
+    gates = {n: (x if n == "A_log" else x[..., 0]).cuda() for n, x in d.gate(gate, B, T, HV, 1).items()}
+    q, k, v = d.normal(B, T, H, 128), d.normal(B, T, H, 128), d.normal(B, T, HV, 128)
+    state = d.normal(B, HV, 128, 128, dtype=torch.float32)
+    inputs = ChunkInputs(q, k, v, beta=d.normal(B, T, HV), initial_state=state, **gates)
+    return inputs._replace(**arrays)
+
+
+def run(inputs: ChunkInputs, **options: Any) -> Outputs:
+    return gated_delta.forward(request_of(OP, inputs, output_final_state=True, **MODEL, **options), inputs)
+
+
+def same(a: Outputs, b: Outputs) -> bool:
+    assert a.final_state is not None and b.final_state is not None
+    return bool(torch.equal(a.o, b.o) and torch.equal(a.final_state, b.final_state))
+
+
+CASES = {
+    "one head": lambda: draw(2200, 1, 1),
+    "batch": lambda: draw(333, 2, 4, B=3),
+    "many heads": lambda: draw(500, 4, 80),
+    "large decays": lambda: draw(1100, 2, 4, gate="random"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str) -> None:
+    """Through the public function, with a checkpoint every 192 tokens."""
+    inputs = CASES[name]()
+    arrays = {n: x for n, x in inputs._asdict().items() if x is not None}
+    options: dict[str, Any] = MODEL | {"checkpoint_every": 192, "output_final_state": True}
+    with kdacore.record_selections() as ran:
+        o, state, checkpoints = kdacore.chunk_gated_delta_rule(**arrays, **options, backend="cuda")
+    assert [(s.backend, s.candidate("cuda").form.split(":")[0]) for s in ran] == [("cuda", "gated_delta")]
+    host = ChunkInputs(*(None if x is None else x.cpu() for x in inputs))
+    want = oracle(request_of(OP, host, **options), host)
+    assert error(o, want.o) < O_BOUND
+    assert error(state, want.final_state) < STATE_BOUND
+    assert error(checkpoints, want.checkpoints) < STATE_BOUND
+
+
+@pytest.mark.parametrize("HV", [4, 64])
+def test_every_call_gives_the_same_bits(HV: int) -> None:
+    inputs = draw(4200, HV // 2, HV)
+    first = run(inputs)
+    assert all(same(run(inputs), first) for _ in range(50))
+
+
+def test_both_kinds_of_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, found = draw(3000, 8, 16), []
+    for warpgroups in (1, 2):
+        monkeypatch.setattr(launches, "walk_warpgroups", lambda *given, count=warpgroups: count)
+        found.append(run(inputs))  # each request is planned by itself
+    assert same(*found)
+
+
+def test_replays_equal_eager() -> None:
+    inputs = draw(3000, 10, 20)
+    eager = run(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(inputs)
+    for _ in range(20):
+        captured.o.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, eager)
+
+
+def test_several_streams() -> None:
+    inputs = draw(2000, 12, 24)
+    want = run(inputs)
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(6)], []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(run(inputs))
+    torch.cuda.synchronize()
+    assert all(same(x, want) for x in found)

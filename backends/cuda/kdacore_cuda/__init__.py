@@ -137,8 +137,8 @@ def make_backend() -> Backend:
             "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
             "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
         },
-        summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule; recurrent ops, "
-        "two training stages",
+        summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule; "
+        "recurrent ops, two training stages",
         requirements=(
             Requirement("CUDA driver", _driver_missing, install, hardware=True),
             Requirement("torch or JAX", _array_library_missing, "pip install 'kdacore[cuda]'"),

@@ -16,7 +16,6 @@ from kdacore_cuda.build import cubin_lookup
 from kdacore_cuda.build.cubin_contents import LaunchSizes, read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, gather_headers
 from kdacore_cuda.build.packaged_cubins import FOLDER, read_manifest, recorded_sizes, row_name
-from kdacore_cuda.build.shared_memory import shared_bytes, shared_bytes_of_each
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.backward.kernels import sums_kernel
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
@@ -104,11 +103,8 @@ def test_a_size_that_is_off_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_kernels_with_blocks_of_two_kinds() -> None:
-    kernel = hopper_recompute_kernel(False, True).source
-    whole, half = shared_bytes_of_each(kernel)
-    assert whole > half > 0
-    with pytest.raises(ValueError, match="too many values"):
-        shared_bytes(kernel)
+    whole, half = (hopper_recompute_kernel(False, True, each).block(HOPPER) for each in (True, False))
+    assert whole[0] == half[0] and whole[1] > half[1] > 0
 
 
 @pytest.mark.quick
@@ -122,7 +118,7 @@ def test_sizes_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return cubin_of(sums_kernel().source, HOPPER)
 
     monkeypatch.setattr(cubin_lookup, "load_or_compile", load)
-    assert [shared_bytes(kernel) for _ in range(3)] == [4 * 512] * 3
+    assert [cubin_lookup.launch_sizes(kernel, HOPPER).shared for _ in range(3)] == [(4 * 512,)] * 3
     assert compiled == [kernel]
 
 

@@ -1,5 +1,4 @@
-"""The kernels of the chunk backward on Hopper, K = V = 128: how each is compiled. All but sums take
-:data:`kdacore_cuda.kernel_parameters.CHUNK_BACKWARD`, or a struct that begins with something else."""
+"""The kernels of the chunk backward on Hopper, K = V = 128, whole and in segments: how each is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chunk forward kernels: how each is compiled, its blocks and shared memory."""
+"""The kernels of the fused form: how each is compiled."""
 
 from __future__ import annotations
 

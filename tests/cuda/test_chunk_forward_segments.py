@@ -438,7 +438,7 @@ def test_few_heads_go_in_segments(emulated: list[str], monkeypatch: pytest.Monke
     for rate, bounded, most in ((h100, True, 17), (h200, True, 22), (h100, False, 22), (h200, False, 22)):
         device = Figures("sm_90a", 132, lambda cluster: 0, lambda rate=rate: rate)
         assert [n for n in range(1, 100) if use(n, bounded, device)] == [*range(1, most + 1)]
-    assert not use(16, True, 66, lambda: h200)
+    assert not use(16, True, Figures("sm_90a", 66, lambda cluster: 0, lambda: h200))
 
 
 @pytest.mark.parametrize(("rate", "in_segments"), [(3.35e12, False), (4.9e12, True)], ids=["H100", "H200"])

@@ -104,9 +104,8 @@ def test_a_size_that_is_off_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_kernels_with_blocks_of_two_kinds() -> None:
-    kernel = hopper_recompute_kernel(False, True).source
-    whole, half = launch_sizes(kernel, HOPPER).shared
-    assert whole > half > 0
+    whole, half = (hopper_recompute_kernel(False, True, each).block(HOPPER) for each in (True, False))
+    assert whole[0] == half[0] and whole[1] > half[1] > 0
 
 
 @pytest.mark.quick

@@ -13,9 +13,7 @@ from stages_calls import Drawn, recompute, stage_request
 from kdacore.oracle import stages as exact
 from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice
-from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.build.compiler import compile_kernel
-from kdacore_cuda.build.launch_sizes import launch_sizes
 from kdacore_cuda.choice import has_hopper_recompute
 from kdacore_cuda.forms.stages import launches
 from kdacore_cuda.forms.stages.kernels import (
@@ -220,10 +218,11 @@ def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_
 @queries
 @pytest.mark.parametrize("float16", [False, True])
 def test_it_compiles_without_spills(float16: bool, with_q: bool) -> None:
-    kernel = hopper_recompute_kernel(float16, with_q).source
-    usage = compile_kernel(kernel, "sm_90a").usage()
+    whole, half = (hopper_recompute_kernel(float16, with_q, each) for each in (True, False))
+    usage = compile_kernel(whole.source, "sm_90a").usage()
     assert usage.spills == 0
     # What blocks of a multiprocessor have together, each with 1 KB of its own; four have registers.
-    for shared, blocks in zip(launch_sizes(kernel, HOPPER).shared, (3, 4), strict=True):
+    for kernel, blocks in ((whole, 3), (half, 4)):
+        threads, shared = kernel.block("sm_90a")
         assert blocks * (shared + 1024) <= 228 * 1024
-        assert blocks * 128 * usage.registers <= 65536
+        assert blocks * threads * usage.registers <= 65536

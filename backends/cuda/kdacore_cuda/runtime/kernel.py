@@ -1,4 +1,5 @@
-"""A kernel as launches name it. How large its blocks are only the compiled kernel says."""
+"""A kernel as launches name it. How many threads and how much shared memory its blocks have, only the compiled kernel
+says."""
 
 from __future__ import annotations
 

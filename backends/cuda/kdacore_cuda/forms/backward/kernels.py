@@ -1,5 +1,4 @@
-"""The kernels of the chunk backward on Hopper, K = V = 128: how each is compiled. All but sums take
-:data:`kdacore_cuda.kernel_parameters.CHUNK_BACKWARD`, or a struct that begins with something else."""
+"""The kernels of the chunk backward on Hopper, K = V = 128, whole and in segments: how each is compiled."""
 
 from __future__ import annotations
 
@@ -31,10 +30,11 @@ def walk_warpgroups(walks: int, multiprocessors: int) -> int:
 
 
 @cache
-def scan_kernel(warpgroups: int) -> Kernel:
+def scan_kernel(warpgroups: int, in_segments: bool = False) -> Kernel:
     """States forward and their gradients in reverse: two walks per sequence and value head, one block each
-    (``warpgroups`` 2) or two."""
-    return make_kernel(f"{_SOURCES}/scan", CHUNK_BACKWARD, WARPGROUPS=warpgroups)
+    (``warpgroups`` 2) or two. ``in_segments``: two walks per segment, from its start and from its end."""
+    macros = {"WARPGROUPS": warpgroups, "IN_SEGMENTS": in_segments or None}
+    return make_kernel(f"{_SOURCES}/scan", CHUNK_BACKWARD, **macros)
 
 
 @cache
@@ -45,10 +45,11 @@ def scan_outputs_kernel(warpgroups: int) -> Kernel:
 
 
 @cache
-def segment_maps_kernel(warpgroups: int) -> Kernel:
+def segment_maps_kernel(warpgroups: int, of_slice: bool = False) -> Kernel:
     """How each segment changes the state and its gradient: three walks per segment and value head,
-    one block each (``warpgroups`` 2) or two."""
-    return make_kernel(f"{_SOURCES}/segment_maps", CHUNK_BACKWARD, WARPGROUPS=warpgroups)
+    one block each (``warpgroups`` 2) or two. ``of_slice``: of a slice of a row, from an unknown gradient."""
+    macros = {"WARPGROUPS": warpgroups, "OF_SLICE": of_slice or None}
+    return make_kernel(f"{_SOURCES}/segment_maps", CHUNK_BACKWARD, **macros)
 
 
 @cache
@@ -56,13 +57,6 @@ def segment_chain_kernel(blocks: int) -> Kernel:
     """The state at the start of every segment and its gradient at the end of every segment:
     ``blocks`` (4 or 8, same bits) per sequence, value head and direction."""
     return make_kernel(f"{_SOURCES}/segment_chain", CHUNK_BACKWARD, ROWS=128 // blocks)
-
-
-@cache
-def segment_scan_kernel(warpgroups: int) -> Kernel:
-    """States and their gradients of every segment, from its start and from its end: two walks per
-    segment and value head, one block each (``warpgroups`` 2) or two."""
-    return make_kernel(f"{_SOURCES}/scan", CHUNK_BACKWARD, WARPGROUPS=warpgroups, IN_SEGMENTS=1)
 
 
 @cache

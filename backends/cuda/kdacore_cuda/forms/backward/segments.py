@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from kdacore.types import Request
 from kdacore_cuda.forms.backward.kernels import (
+    scan_kernel,
     segment_chain_kernel,
     segment_maps_kernel,
-    segment_scan_kernel,
     walk_warpgroups,
 )
 from kdacore_cuda.forms.chunk_numbers import CHUNK
@@ -71,6 +71,6 @@ def scan_in_segments(
         numbers["chain_blocks"] = directions * blocks * items
     walks = 2 * slots * r.HV
     warpgroups = walk_warpgroups(walks, multiprocessors)
-    launches.append(("scan", segment_scan_kernel(warpgroups)))
+    launches.append(("scan", scan_kernel(warpgroups, in_segments=True)))
     numbers["scan_blocks"] = 2 // warpgroups * walks
     return launches, workspace_bytes(slots * r.HV) if segments > 1 else {}, numbers

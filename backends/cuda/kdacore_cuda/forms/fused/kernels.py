@@ -1,4 +1,4 @@
-"""The chunk forward kernels: how each is compiled, its blocks and shared memory."""
+"""The kernels of the fused form: how each is compiled."""
 
 from __future__ import annotations
 
@@ -77,16 +77,11 @@ def _hopper_flags(cluster: int, many_short: bool, helped: bool) -> dict[str, int
 
 def _portable_flags(K: int, cluster: int, bounded: bool, arch: str) -> dict[str, int]:
     return {
-        "WARPGROUP": _uses_warpgroup(K, arch),
+        "WARPGROUP": arch == HOPPER and K == 64,  # its products take 64 columns of V at a time
         "STAGES": _portable_stages(K, arch),
         "PREPARE_WARPS": _prepare_warps(K, cluster, arch),
         "SLICE_UNROLL": 2 if bounded else 1,
     }
-
-
-def _uses_warpgroup(K: int, arch: str) -> bool:
-    """Whether the scan uses warpgroup products, which take 64 columns of V at a time."""
-    return arch == HOPPER and K == 64
 
 
 def _portable_stages(K: int, arch: str) -> int:

@@ -51,6 +51,13 @@ def maps_kernel() -> Kernel:
 
 
 @cache
+def maps_of_slice_kernel(leaving_only: bool) -> Kernel:
+    """:func:`maps_kernel` of a slice of a row, from an unknown state; ``leaving_only``: of the sequence that goes on
+    behind the slice alone."""
+    return make_kernel(f"{_SOURCES}/maps", SEGMENTS, WARPGROUPS=1, OF_SLICE=True, LEAVING_ONLY=leaving_only)
+
+
+@cache
 def chain_kernel(blocks: int = 4) -> Kernel:
     """The state at the start of every segment: ``blocks`` (4 or 8, same bits) per sequence and
     value head."""

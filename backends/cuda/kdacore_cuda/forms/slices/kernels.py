@@ -1,5 +1,5 @@
 """The kernels for slices of a row that several ranks share (context parallelism) on Hopper,
-K = V = 128."""
+K = V = 128; beside those for segments of whole calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from kdacore_cuda.kernel_parameters import CHUNK_BACKWARD, SEGMENTS, TRANSITION
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _FORWARD, _BACKWARD = "sm90/chunk_forward/segments", "sm90/chunk_backward"
-
-
-@cache
-def maps_kernel(leaving_only: bool) -> Kernel:
-    """Forward: :func:`kdacore_cuda.forms.segments.kernels.maps_kernel` from an unknown
-    state; two blocks per segment and value head.
-
-    Args:
-        leaving_only: of the sequence that goes on behind the slice alone.
-    """
-    return make_kernel(f"{_FORWARD}/maps", SEGMENTS, WARPGROUPS=1, OF_SLICE=True, LEAVING_ONLY=leaving_only)
 
 
 @cache
@@ -33,12 +22,6 @@ def transition_kernel(blocks: int) -> Kernel:
 def starts_kernel(blocks: int) -> Kernel:
     """Forward: the state at the start of every segment; ``blocks`` per sequence and value head."""
     return make_kernel(f"{_FORWARD}/slice_starts", SEGMENTS, ROWS=128 // blocks)
-
-
-@cache
-def segment_maps_kernel(warpgroups: int) -> Kernel:
-    """Backward: :func:`kdacore_cuda.forms.backward.kernels.segment_maps_kernel` from an unknown gradient."""
-    return make_kernel(f"{_BACKWARD}/segment_maps", CHUNK_BACKWARD, WARPGROUPS=warpgroups, OF_SLICE=True)
 
 
 @cache

@@ -20,18 +20,26 @@ from typing import NamedTuple
 from kdacore.types import InputGrads, Request
 from kdacore_cuda.choice import finishes_as_whole
 from kdacore_cuda.forms.backward import launches as whole_backward
-from kdacore_cuda.forms.backward.kernels import prepare_kernel, segment_scan_kernel, walk_warpgroups
+from kdacore_cuda.forms.backward.kernels import (
+    prepare_kernel,
+    scan_kernel,
+    segment_maps_kernel,
+    walk_warpgroups,
+)
 from kdacore_cuda.forms.backward.segments import workspace_bytes
 from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
 from kdacore_cuda.forms.launches import TOKENS, Launches
-from kdacore_cuda.forms.segments.kernels import output_blocks, output_kernel, segments_prepare_kernel
+from kdacore_cuda.forms.segments.kernels import (
+    maps_of_slice_kernel,
+    output_blocks,
+    output_kernel,
+    segments_prepare_kernel,
+)
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks, slice_segment_chunks
 from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.forms.slices.kernels import (
     chain_kernel,
-    maps_kernel,
-    segment_maps_kernel,
     slice_gradient_kernel,
     starts_kernel,
     transition_kernel,
@@ -130,7 +138,7 @@ def _begin_program(
     composed = {name: _SEGMENT_FIELDS[name] for name in ("addends", "maps")}
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"last": "workspace", **no_lengths}),
-        Launch("maps", maps_kernel(as_whole), "map_blocks", fields),
+        Launch("maps", maps_of_slice_kernel(as_whole), "map_blocks", fields),
         Launch("transition", transition_kernel(blocks), "transition_blocks", composed),
     )
     return Program(steps, BEGIN_ARRAYS, numbers)
@@ -209,10 +217,10 @@ def backward_launches(
     names, arch = tuple(numbers), arch_of(r)
     before = (
         ("prepare", prepare_kernel(takes_float_gate(r), has_bounded_gate(r))),
-        ("maps", segment_maps_kernel(maps_warpgroups)),
+        ("maps", segment_maps_kernel(maps_warpgroups, of_slice=True)),
         ("slice_gradient", slice_gradient_kernel(gradient_blocks)),
     )
-    behind = ("chain", chain_kernel(blocks)), ("scan", segment_scan_kernel(scan_warpgroups))
+    behind = ("chain", chain_kernel(blocks)), ("scan", scan_kernel(scan_warpgroups, in_segments=True))
     begin = _backward_program(before, ("d_final", "d_slice_start"), saved, names)
     scan = _backward_program(behind, ("ends", "d_starts"), saved, names)
     both = whole.first.buffers["both"]

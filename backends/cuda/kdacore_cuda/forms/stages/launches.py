@@ -22,26 +22,16 @@ from kdacore_cuda.runtime.program import Launch, Program
 
 
 class StageArrays(NamedTuple):
-    """The arrays of a stage's kernels."""
+    """The arrays of a stage's kernels, beside ``cu_seqlens``."""
 
-    given: tuple[str, ...]
-    """Arguments."""
-    results: tuple[str, ...]
     strided: tuple[str, ...]
-    """Those of the arguments whose batch, token and head stride the kernels take, in that order."""
+    """Arguments. The kernels take their batch, token and head strides, in that order."""
+    results: tuple[str, ...]
 
 
 ARRAYS = {
-    "kda_chunk_intra": StageArrays(
-        given=("q", "k", "gc", "beta", "cu_seqlens"),
-        results=("Aqk", "Akk"),
-        strided=("q", "k", "gc", "beta"),
-    ),
-    "kda_recompute_w_u": StageArrays(
-        given=("k", "v", "beta", "gc", "Akk", "q", "cu_seqlens"),
-        results=("w", "u", "kg", "qg"),
-        strided=("k", "v", "beta", "gc", "Akk", "q"),
-    ),
+    "kda_chunk_intra": StageArrays(("q", "k", "gc", "beta"), ("Aqk", "Akk")),
+    "kda_recompute_w_u": StageArrays(("k", "v", "beta", "gc", "Akk", "q"), ("w", "u", "kg", "qg")),
 }
 """By op. Without q its strides are those of k, and there is no qg."""
 _SIZES = ("T", "N", "H", "HV", "NT", "flags", "beta_type", "scale", "whole", "in_turn", "kept", "blocks")
@@ -82,7 +72,8 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
 @cache
 def _program(op: str, kernel: Kernel) -> Program:
     step = Launch(op, kernel, "blocks", {"g": "gc"})
-    return Program((step,), (*ARRAYS[op].given, *ARRAYS[op].results), (*_stride_names(op), *_SIZES))
+    arrays = *ARRAYS[op].strided, "cu_seqlens", *ARRAYS[op].results
+    return Program((step,), arrays, (*_stride_names(op), *_SIZES))
 
 
 @cache

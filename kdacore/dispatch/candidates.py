@@ -2,7 +2,7 @@
 
 Verifiers and costs may read anything of a request, so they are asked for every new call. A server's calls differ in
 lengths alone, and most of what is asked does not depend on those: a :class:`Judge` answers for all calls of a family
-(:func:`kdacore.contract.family_of`), and asks once what stays the same.
+(:func:`kdacore.types.family_of`), and asks once what stays the same.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import config, plugin_faults
-from kdacore.contract import family_of, lengths_of
 from kdacore.dispatch.candidates import Judge, judge, priced, with_costs
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY
-from kdacore.types import Candidate, Reason, Request, Selection
+from kdacore.types import Candidate, Reason, Request, Selection, family_of, lengths_of
 
 __all__ = [
     "Family",
@@ -129,7 +128,7 @@ class Family:
         self._key = key
         self._generation = _generation
         self._selections: dict[Hashable, Selection] = {}
-        """By :func:`~kdacore.contract.lengths_of` the request."""
+        """By :func:`~kdacore.types.lengths_of` the request."""
 
     def candidates(self, request: Request) -> tuple[Candidate, ...]:
         """How each backend answers one of the calls. No cost is predicted yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import FLAGS, TYPES
@@ -66,6 +67,7 @@ def chunk_flags(r: Request) -> int:
     )
 
 
+@lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous array, in elements."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
@@ -91,6 +93,7 @@ def items_for_choice(request: Request) -> int:
     return MANY if request.batch_invariant else request.N * request.HV
 
 
+@lru_cache(maxsize=4096)
 def division(divisor: int) -> tuple[int, int]:
     """A division as kernels do it, by a multiplication and a shift (csrc/common/fast_division.cuh).
 

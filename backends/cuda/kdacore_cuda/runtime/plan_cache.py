@@ -1,16 +1,39 @@
-"""A cache of what an op works out from a Request alone."""
+"""Caches of what an op works out from a Request alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from kdacore.types import Request
+from kdacore.types import Family, Request, family_of
 
 P = TypeVar("P")
 L = TypeVar("L", bound=Hashable)
 
 _MAX_PLANS = 4096
+
+
+class FamilyCache(Generic[P]):
+    """What does not depend on the lengths of a call, made once of all calls that differ in nothing else.
+
+    Args:
+        make: makes it of one of them. It may read what :func:`kdacore.types.family_of` leaves in a family, and no
+            figures of the device.
+    """
+
+    def __init__(self, make: Callable[[Request], P]) -> None:
+        self._make = make
+        self._made: dict[Family, P] = {}
+
+    def __call__(self, request: Request) -> P:
+        """That of a request's family. Raises what ``make`` raises."""
+        family = family_of(request)
+        found = self._made.get(family)
+        if found is None:
+            if len(self._made) >= _MAX_PLANS:
+                self._made.clear()
+            found = self._made[family] = self._make(request)
+        return found
 
 
 class PlanCache(Generic[P]):

@@ -8,22 +8,22 @@ are there. Flags in the workspace say so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 from kdacore.types import Request
 from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.backward.kernels import launcher
-from kdacore_cuda.forms.chunk_numbers import chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, gates_of
 from kdacore_cuda.forms.dataflow.kernels import (
     WALK_BLOCKS,
     WALK_THREADS,
     prepare_units_kernel,
     walk_kernel,
 )
-from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.forms.segments.sizes import CHUNK_OPERANDS_BYTES
 from kdacore_cuda.kernel_parameters import WALK
-from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.launcher import Launcher
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
@@ -35,27 +35,26 @@ UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
 def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves (:func:`kdacore_cuda.choice.dataflow_serves`)."""
     numbers, items = chunk_numbers(r), r.N * r.HV
-    kernel = prepare_units_kernel(takes_float_gate(r), has_bounded_gate(r))
-    units = int(numbers["units"])
+    units, gates = numbers["units"], gates_of(r)
     numbers |= {
-        "prepare_blocks": kernel.grid(units, items, multiprocessors_of(r)),
+        "prepare_blocks": prepare_units_kernel(*gates).grid(units, items, multiprocessors_of(r)),
         "walk_blocks": WALK_BLOCKS * items,
         "flags_at": units * CHUNK_OPERANDS_BYTES,
     }
-    program = _program(launcher(kernel), tuple(numbers))
     size = units * (CHUNK_OPERANDS_BYTES + UNIT_FLAGS_BYTES)
-    return Launches(program, numbers, arch_of(r), {"workspace": size})
+    return Launches(_program(numbers, *gates), numbers, arch_of(r), {"workspace": size})
 
 
-@cache
-def _program(prepare: Launcher, numbers: tuple[str, ...]) -> Program:
+@made_once
+def _program(numbers: Iterable[str], float_gate: bool, bounded: bool) -> Program:
     flags: dict[str, Value] = {"ready": ("workspace", "flags_at"), "launch": LAUNCH}
     walk = arguments_of(WALK) | flags | {"chunk_operands": "workspace"}
+    prepare = launcher(prepare_units_kernel(float_gate, bounded))
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"h0": NOTHING, "last": "workspace", **flags}),
         Launch("walk", _walk_launcher(), "walk_blocks", walk),
     )
-    return Program(steps, FORWARD_ARRAYS, numbers)
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers))
 
 
 @cache

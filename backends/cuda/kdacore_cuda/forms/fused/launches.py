@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
 from kdacore_cuda.build.shared_memory import shared_bytes
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, takes_float_gate
+from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, gates_of
 from kdacore_cuda.forms.fused.kernels import (
     TAIL_BLOCKS,
     TAIL_THREADS,
@@ -16,9 +17,8 @@ from kdacore_cuda.forms.fused.kernels import (
     chunk_forward_launcher,
 )
 from kdacore_cuda.forms.fused.sizes import grid_blocks, workspace_size
-from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, STEP_TOKENS, TYPES
-from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.launcher import Launcher
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
@@ -45,14 +45,15 @@ def launches_of(r: Request) -> Launches:
             "g_type": TYPES[g_type(r)],
         }
         used += 4 * r.checkpoint_count * r.HV * r.K * r.V
-    kernel = r.K, clusters.size, has_bounded_gate(r), takes_float_gate(r), arch
+    float_gate, bounded = gates_of(r)
+    kernel = r.K, clusters.size, bounded, float_gate, arch
     launcher = chunk_forward_launcher(*kernel, clusters.many_short, clusters.preparing > 0)
-    program = _program(launcher, has_workspace, has_tail, tuple(numbers))
+    program = _program(numbers, launcher, has_workspace, has_tail)
     return Launches(program, numbers, arch, {"workspace": used})
 
 
-@cache
-def _program(launcher: Launcher, has_workspace: bool, has_tail: bool, numbers: tuple[str, ...]) -> Program:
+@made_once
+def _program(numbers: Iterable[str], launcher: Launcher, has_workspace: bool, has_tail: bool) -> Program:
     fields: dict[str, Value] = {**arguments_of(CHUNK_FORWARD), "launch": LAUNCH}
     if not has_workspace:  # the buffer is for the states before checkpoints alone
         fields["workspace"] = NOTHING
@@ -68,7 +69,7 @@ def _program(launcher: Launcher, has_workspace: bool, has_tail: bool, numbers: t
                 arguments_of(CHECKPOINT_TAIL) | {"mark_states": states},
             )
         )
-    return Program(steps, FORWARD_ARRAYS, numbers)
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers))
 
 
 @cache

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
+from kdacore_cuda.choice import RecurrentMode, recurrent_mode
+from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches, batch_strides
 from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.forms.recurrent.kernels import recurrent_launcher
 from kdacore_cuda.kernel_parameters import FLAGS, GATES
@@ -20,6 +19,7 @@ from kdacore_cuda.request_encoding import (
     type_codes,
 )
 from kdacore_cuda.runtime.device_figures import arch_of
+from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
 
 ARRAYS = (
@@ -44,30 +44,57 @@ _NUMBERS = (
 
 def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     """The launch of a call by the kernel ``mode``, or by that for contiguous arrays."""
-    mode = chosen(r).mode if mode is None else mode
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", mode
-    dtypes, row = dtypes_of(r), r.HV * r.K * r.V
+    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", recurrent_mode(r) if mode is None else mode
+    common = _family_numbers(r)
+    axes = (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
+    scatter = axes == 2 and (r.packed or r.T > 1)
+    numbers = {
+        **common,
+        **batch_strides(r, common),
+        "indices_row": _width(r, "state_indices", r.state_indices_ndim),
+        "writes_row": _width(r, r.written_indices, axes),
+        "N": r.N,
+        "T": r.T,
+        "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
+        "flags": common["flags"] | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0),
+        "blocks": grid_blocks(r, recurrent_tile(*kind)),
+    }
+    return Launches(_program(*kind), numbers, arch_of(r))
+
+
+def _numbers_of_family(r: Request) -> dict[str, Any]:
+    """Those that do not depend on lengths, and flags without the one for the states that are written."""
+    dtypes = dtypes_of(r)
+    (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
     written = r.written_indices if r.inplace_state else ""
-    rows_read, rows_written = _width(r, dtypes, "state_indices"), _width(r, dtypes, written)
-    scatter = rows_written > 0 and r.spec(written).shape[1:] != () and (r.packed or r.T > 1)
     flags = (
         token_flags(r, dtypes)
         | FLAGS["SCALAR_GATE"] * r.scalar_gate
         | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
         | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
         | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
-        | FLAGS["INDEXED_OUT"] * (rows_written > 0 and not scatter)
-        | FLAGS["SCATTER_TOKENS"] * scatter
         | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
     )
-    (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
-    values = (
-        *(*contiguous_token_strides(r), row, row, hv_factor, group_factor, rows_read, rows_written),
-        *(r.N, r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= FULL_DEVICE_ITEMS, r.null_index),
-        *(GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
-        *(r.scale, r.lower_bound or 0.0, grid_blocks(r, recurrent_tile(*kind))),
-    )
-    return Launches(_program(*kind), dict(zip(_NUMBERS, values, strict=True)), arch_of(r))
+    codes = type_codes(dtypes, "v", "g", "beta", "dt_bias")
+    return {
+        **dict(zip(STRIDES, contiguous_token_strides(r), strict=True)),
+        **dict.fromkeys(ROWS, r.HV * r.K * r.V),
+        **dict(zip(("qkv_type", "g_type", "beta_type", "bias_type"), codes, strict=True)),
+        "hv_factor": hv_factor,
+        "hv_shift": hv_shift,
+        "group_factor": group_factor,
+        "group_shift": group_shift,
+        "H": r.H,
+        "HV": r.HV,
+        "null_index": r.null_index,
+        "gate": GATES[r.gate],
+        "flags": flags,
+        "scale": r.scale,
+        "lower_bound": r.lower_bound or 0.0,
+    }
+
+
+_family_numbers = FamilyCache(_numbers_of_family)
 
 
 @cache
@@ -76,9 +103,6 @@ def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Pr
     return Program((Launch("recurrent", launcher, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 
-def _width(r: Request, dtypes: Mapping[str, str], name: str) -> int:
-    """Rows that an index array names for each sequence; 0 if it was not given."""
-    if name not in dtypes:
-        return 0
-    shape = r.spec(name).shape
-    return shape[1] if len(shape) == 2 else 1
+def _width(r: Request, name: str, axes: int) -> int:
+    """Rows that an index array of so many axes names for each sequence; 0 if it was not given."""
+    return axes if axes < 2 else r.spec(name).shape[1]

@@ -105,10 +105,12 @@ class Predictor:
             self._generation = cost_tables.generation
             table = cost_tables.in_use(request.device)
             self._measured = () if table is None else _measured(table, self._backend, request)
-        for ordered in self._measured:
-            found = _best(ordered, request.B * request.T / request.N, request.N * request.HV)
-            if found is not None:
-                return found
+        if self._measured:
+            tokens, items = request.B * request.T / request.N, request.N * request.HV
+            for ordered in self._measured:
+                found = _best(ordered, tokens, items)
+                if found is not None:
+                    return found
         return None
 
 
@@ -193,19 +195,24 @@ def _column(points: Points) -> _Column:
 def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
     """From the nearest variant that was measured around the sizes, else the nearest that was measured near them."""
     for variant in ordered:
-        counts = variant.counts
-        if counts[0] <= items <= counts[-1]:
-            i = bisect_left(counts, items)
-            above = variant.columns[i]
-            if not above.tokens[0] <= tokens <= above.tokens[-1]:
-                continue
-            if counts[i] == items:
-                exact = above.tokens[bisect_left(above.tokens, tokens)] == tokens
-                source = variant.measured if exact else variant.interpolated
-                return _prediction(_seconds(above, tokens), source)
-            below = variant.columns[i - 1]
-            if below.tokens[0] <= tokens <= below.tokens[-1]:
-                return _prediction(_between(variant, i, tokens, items), variant.interpolated)
+        columns, counts, measured, interpolated, _ = variant
+        if not counts[0] <= items <= counts[-1]:
+            continue
+        i = bisect_left(counts, items)
+        times = columns[i].tokens
+        if not times[0] <= tokens <= times[-1]:
+            continue
+        j = bisect_left(times, tokens)
+        start, seconds, slope = columns[i].lines[j]
+        seconds += slope * (tokens - start)
+        if counts[i] == items:
+            return _prediction(seconds, measured if times[j] == tokens else interpolated)
+        times = columns[i - 1].tokens
+        if times[0] <= tokens <= times[-1]:
+            start, fewer, slope = columns[i - 1].lines[bisect_left(times, tokens)]
+            fewer += slope * (tokens - start)
+            few = counts[i - 1]
+            return _prediction(fewer + (seconds - fewer) * (items - few) / (counts[i] - few), interpolated)
     for variant in ordered:
         found = _near(variant, tokens, items)
         if found is not None:

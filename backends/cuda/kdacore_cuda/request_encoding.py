@@ -67,10 +67,15 @@ def chunk_flags(r: Request) -> int:
     )
 
 
-@lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous array, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return _strides_behind(shape[1:]) if shape else ()
+
+
+@lru_cache(maxsize=4096)
+def _strides_behind(inner: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of arrays with these axes and one in front, on whose size strides do not depend."""
+    return tuple(math.prod(inner[i:]) for i in range(len(inner) + 1))
 
 
 def contiguous_token_strides(r: Request) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import contiguous_strides, contiguous_token_strides
 from kdacore_cuda.runtime import executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import FamilyCache, LayoutCache
+from kdacore_cuda.runtime.plan_cache import FamilyCache, PlanCache
 from kdacore_cuda.runtime.program import Program
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
 
@@ -49,17 +49,14 @@ class TorchOp:
         self.take = itemgetter(*map(fields.index, arrays))
         """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
         self.run_of: FamilyCache[Run] = FamilyCache(partial(_make_run, self))
-        self._call: LayoutCache[Layout | None, FastCall] = LayoutCache(
-            lambda request, layout: _make_call(self, request, layout)
-        )
+        self._call: PlanCache[FastCall] = PlanCache(partial(_make_call, self))
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
         """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
         if is_readable(self, inputs):
             found = self._call(request, None)(inputs)
             if found is not None:
-                o, state, checkpoints, *saved = found
-                return Outputs(o, state, checkpoints, tuple(saved))
+                return Outputs(found[0], found[1], found[2], found[3:])
         return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:

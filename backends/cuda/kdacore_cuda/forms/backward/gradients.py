@@ -17,7 +17,7 @@ from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.launches import keeps_maps
 from kdacore_cuda.forms.torch_forward import Form, form_of, is_readable, readable
 from kdacore_cuda.runtime import executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import LayoutCache
+from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned_bytes
 
 LARGEST_FLOAT16 = 65504.0
@@ -169,4 +169,4 @@ def _like(empty: Any, form: Form | None, x: torch.Tensor | None) -> Any:
     return None if form is None or x is None else empty(*form, x.dtype)
 
 
-_backward_of = LayoutCache(_make_backward)
+_backward_of = PlanCache(_make_backward)

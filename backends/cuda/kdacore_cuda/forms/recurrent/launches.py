@@ -7,7 +7,7 @@ from typing import Any
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode, recurrent_mode
-from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches, batch_strides
+from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
 from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.forms.recurrent.kernels import recurrent_launcher
 from kdacore_cuda.kernel_parameters import FLAGS, GATES
@@ -44,29 +44,45 @@ _NUMBERS = (
 
 def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     """The launch of a call by the kernel ``mode``, or by that for contiguous arrays."""
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", recurrent_mode(r) if mode is None else mode
-    common = _family_numbers(r)
-    axes = (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
-    scatter = axes == 2 and (r.packed or r.T > 1)
+    by_tokens, T = _of_family(r), r.T
+    # Besides the tokens the number of elements decides which kernel serves a call.
+    known = by_tokens.get((T, r.B * T * r.HV * r.K >> 31))
+    if known is None:
+        if len(by_tokens) >= _MAX_TOKENS:
+            by_tokens.clear()
+        known = by_tokens[T, r.B * T * r.HV * r.K >> 31] = recurrent_mode(r), _numbers_of_tokens(r)
+    usual, common = known
+    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", usual if mode is None else mode
     numbers = {
         **common,
-        **batch_strides(r, common),
         "indices_row": _width(r, "state_indices", r.state_indices_ndim),
-        "writes_row": _width(r, r.written_indices, axes),
+        "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
         "N": r.N,
-        "T": r.T,
         "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
-        "flags": common["flags"] | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0),
         "blocks": grid_blocks(r, recurrent_tile(*kind)),
     }
     return Launches(_program(*kind), numbers, arch_of(r))
 
 
-def _numbers_of_family(r: Request) -> dict[str, Any]:
-    """Those that do not depend on lengths, and flags without the one for the states that are written."""
+_MAX_TOKENS = 64
+"""Numbers of tokens that are known of a family."""
+_of_family: FamilyCache[dict[tuple[int, int], tuple[RecurrentMode, dict[str, Any]]]] = FamilyCache(
+    lambda r: {}
+)
+"""By tokens of a sequence, and whether arrays have 2**31 elements: the kernel, and numbers."""
+
+
+def _axes_of_written(r: Request) -> int:
+    """Of the array with the rows that are written, 0 without."""
+    return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
+
+
+def _numbers_of_tokens(r: Request) -> dict[str, Any]:
+    """Those that depend on no lengths but the tokens of a sequence."""
     dtypes = dtypes_of(r)
     (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
-    written = r.written_indices if r.inplace_state else ""
+    written, axes = r.written_indices if r.inplace_state else "", _axes_of_written(r)
+    scatter = axes == 2 and (r.packed or r.T > 1)
     flags = (
         token_flags(r, dtypes)
         | FLAGS["SCALAR_GATE"] * r.scalar_gate
@@ -74,6 +90,7 @@ def _numbers_of_family(r: Request) -> dict[str, Any]:
         | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
         | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
         | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
+        | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
     )
     codes = type_codes(dtypes, "v", "g", "beta", "dt_bias")
     return {
@@ -84,6 +101,7 @@ def _numbers_of_family(r: Request) -> dict[str, Any]:
         "hv_shift": hv_shift,
         "group_factor": group_factor,
         "group_shift": group_shift,
+        "T": r.T,
         "H": r.H,
         "HV": r.HV,
         "null_index": r.null_index,
@@ -92,9 +110,6 @@ def _numbers_of_family(r: Request) -> dict[str, Any]:
         "scale": r.scale,
         "lower_bound": r.lower_bound or 0.0,
     }
-
-
-_family_numbers = FamilyCache(_numbers_of_family)
 
 
 @cache

@@ -99,7 +99,7 @@ class InSegments(NamedTuple):
 
 
 def in_segments(r: Request, saved: bool = False) -> InSegments:
-    walks, bytes_of, numbers = chunk_backward_segments.scan_in_segments(r, saved)
+    walks, bytes_of, numbers = chunk_backward_segments.scan_in_segments(r, saved, multiprocessors_of(r))
     named = [(name, kernel, numbers.pop(f"{name}_blocks")) for name, kernel in walks.kernels()]
     return InSegments(named, numbers, bytes_of)
 

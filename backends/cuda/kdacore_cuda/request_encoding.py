@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -69,13 +68,16 @@ def chunk_flags(r: Request) -> int:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous array, in elements."""
-    return _strides_behind(shape[1:]) if shape else ()
+    return strides_behind(shape[1:]) if shape else ()
 
 
 @lru_cache(maxsize=4096)
-def _strides_behind(inner: tuple[int, ...]) -> tuple[int, ...]:
+def strides_behind(inner: tuple[int, ...]) -> tuple[int, ...]:
     """Those of arrays with these axes and one in front, on whose size strides do not depend."""
-    return tuple(math.prod(inner[i:]) for i in range(len(inner) + 1))
+    strides = [1]
+    for size in reversed(inner):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
 
 
 def contiguous_token_strides(r: Request) -> tuple[int, ...]:

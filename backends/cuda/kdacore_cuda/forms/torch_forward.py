@@ -12,7 +12,7 @@ import torch
 from kdacore.types import FastCall, Outputs, Request
 from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
-from kdacore_cuda.request_encoding import contiguous_strides, contiguous_token_strides
+from kdacore_cuda.request_encoding import contiguous_token_strides, strides_behind
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.plan_cache import FamilyCache, PlanCache
 from kdacore_cuda.runtime.program import Program
@@ -93,8 +93,8 @@ Form = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def form_of(shape: tuple[int, ...]) -> Form:
-    """That of a tensor of this shape."""
-    return shape, contiguous_strides(shape)
+    """That of a tensor of this shape, of one axis or more."""
+    return shape, strides_behind(shape[1:])
 
 
 class _Sizes(NamedTuple):
@@ -198,7 +198,10 @@ def is_readable(op: TorchOp, inputs: Any) -> bool:
     """Whether kernels can read the arrays as they lie, all contiguous, if they are on 16 bytes."""
     if inputs.g.dtype is torch.float16 and not op.takes_float16_gate:
         return False
-    return all(x is None or x.is_contiguous() for x in inputs)
+    for x in inputs:  # noqa: SIM110  a loop takes less than all()
+        if not (x is None or x.is_contiguous()):
+            return False
+    return True
 
 
 def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout | None]:

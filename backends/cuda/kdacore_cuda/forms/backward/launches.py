@@ -124,7 +124,7 @@ def _scan_of(
         warpgroups = one_way_warpgroups(heads, multiprocessors)
         return warpgroups, {"scan_blocks": 2 // warpgroups * items}, {}
     if saved == "maps" or chosen(r).backward_in_segments:
-        walks, sizes, own = scan_in_segments(r, saved == "maps")
+        walks, sizes, own = scan_in_segments(r, saved == "maps", multiprocessors)
         return walks, own | {"prepare_blocks": units}, sizes
     warpgroups = scan_warpgroups(heads, multiprocessors)
     return warpgroups, {"prepare_blocks": units, "scan_blocks": 4 // warpgroups * items}, {}

@@ -26,7 +26,6 @@ from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
 from kdacore_cuda.forms.segments import sizes as segment_lengths
 from kdacore_cuda.forms.segments.sizes import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES
-from kdacore_cuda.runtime.device_figures import multiprocessors_of
 
 STATE = 128 * 128
 WORKSPACE: dict[str, tuple[int, str]] = {
@@ -61,14 +60,17 @@ class Walks(NamedTuple):
         yield "scan", segment_scan_kernel(self.scan)
 
 
-def scan_in_segments(r: Request, saved: bool) -> tuple[Walks, dict[str, int], dict[str, int]]:
+def scan_in_segments(
+    r: Request, saved: bool, multiprocessors: int
+) -> tuple[Walks, dict[str, int], dict[str, int]]:
     """The launches of the scan, bytes of the arrays they need, and their numbers.
 
     Args:
         r: the call.
         saved: the forward's maps and states of segments are there.
+        multiprocessors: of the device.
     """
-    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
+    items = r.N * r.HV
     lengths = segment_lengths.lengths_of(r) if saved else SegmentLengths.uniform(chunks_per_segment(items))
     segments = lengths.segments(-(-r.T // CHUNK))
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments

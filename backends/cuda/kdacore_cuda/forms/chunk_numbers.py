@@ -40,7 +40,7 @@ def takes_float_gate(r: Request) -> bool:
 
 def call_numbers(r: Request) -> dict[str, Any]:
     """Those of the call itself, with the strides of contiguous arrays."""
-    common = _family_numbers(r)[0]
+    common = _family_numbers(r)
     return {**common, **batch_strides(r, common), "T": r.T, "N": r.N, "marks": r.checkpoint_count}
 
 
@@ -51,33 +51,23 @@ def chunk_slots(r: Request) -> int:
 
 def chunk_numbers(r: Request) -> dict[str, Any]:
     """Those of launches that compute chunk by chunk: :func:`call_numbers`, and how the call divides into chunks."""
-    common, of_chunks = _family_numbers(r)
     NT = -(-r.T // CHUNK)
-    chunks_factor, chunks_shift = division(NT or 1)
-    return {
-        **common,
-        **of_chunks,
-        **batch_strides(r, common),
-        "T": r.T,
-        "N": r.N,
-        "marks": r.checkpoint_count,
-        "units": chunk_slots(r) * r.HV,
-        "NT": NT,
-        "chunks_factor": chunks_factor,
-        "chunks_shift": chunks_shift,
-    }
+    factor, shift = division(NT or 1)
+    chunks = {"units": chunk_slots(r) * r.HV, "NT": NT, "chunks_factor": factor, "chunks_shift": shift}
+    return call_numbers(r) | chunks
 
 
-def _numbers_of_family(r: Request) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of :func:`call_numbers` that do not depend on lengths, and the others of :func:`chunk_numbers`."""
+def _numbers_of_family(r: Request) -> dict[str, Any]:
+    """Those that do not depend on lengths."""
     bounded, (hv_factor, hv_shift) = has_bounded_gate(r), division(r.HV or 1)
     # Slightly below the bound: after rounding, a decay at the bound must not count as below the
     # floor.
     floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if bounded else UNBOUNDED_FLOOR
-    centre = float(round(-floor * (HALF if bounded else QUARTER) / 2))
-    common = {
+    return {
         "H": r.H,
         "HV": r.HV,
+        "hv_factor": hv_factor,
+        "hv_shift": hv_shift,
         "ckpt_every": r.checkpoint_every,
         "null_index": r.null_index,
         "gate": GATES[r.gate],
@@ -86,10 +76,11 @@ def _numbers_of_family(r: Request) -> tuple[dict[str, Any], dict[str, Any]]:
         "bias_type": type_code(r, "dt_bias"),
         "scale": r.scale,
         "lower_bound": r.lower_bound or 0.0,
+        "floor": floor,
+        "centre": float(round(-floor * (HALF if bounded else QUARTER) / 2)),
         **dict(zip(STRIDES, contiguous_token_strides(r), strict=True)),
         **dict.fromkeys(ROWS, r.HV * r.K * r.V),
     }
-    return common, {"hv_factor": hv_factor, "hv_shift": hv_shift, "floor": floor, "centre": centre}
 
 
 _family_numbers = FamilyCache(_numbers_of_family)
@@ -99,5 +90,5 @@ gates_of: FamilyCache[tuple[bool, bool]] = FamilyCache(lambda r: (takes_float_ga
 
 def flags_of(r: Request) -> int:
     """:func:`chunk_flags`."""
-    flags: int = _family_numbers(r)[0]["flags"]
+    flags: int = _family_numbers(r)["flags"]
     return flags

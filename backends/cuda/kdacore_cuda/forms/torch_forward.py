@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import contiguous_token_strides, strides_behind
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.plan_cache import FamilyCache, PlanCache
-from kdacore_cuda.runtime.program import Program
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
 
 
@@ -48,7 +47,7 @@ class TorchOp:
         self.takes_float16_gate = takes_float16_gate
         self.take = itemgetter(*map(fields.index, arrays))
         """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
-        self.run_of: FamilyCache[Run] = FamilyCache(partial(_make_run, self))
+        self.run_of = FamilyCache(partial(_make_run, self))
         self._call: PlanCache[FastCall] = PlanCache(partial(_make_call, self))
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
@@ -84,10 +83,6 @@ class TorchOp:
         return Outputs(o, state, checkpoints, tuple(saved))
 
 
-Run = Callable[["_Sizes", tuple[Any, ...]], "tuple[Any, ...] | None"]
-"""Makes a call, given what depends on its lengths and its arrays."""
-
-
 Form = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a contiguous tensor."""
 
@@ -97,45 +92,21 @@ def form_of(shape: tuple[int, ...]) -> Form:
     return shape, strides_behind(shape[1:])
 
 
-class _Sizes(NamedTuple):
-    """What depends on the lengths and on the layout of a call."""
-
-    request: Request
-    program: Program
-    arch: str
-    numbers: bytes
-    state_bits: int
-    """Bits of addresses of states that must be 0."""
-    o_form: Form
-    state_form: Form
-    workspace_shape: tuple[int]
-    saved_shape: tuple[int]
-    bound: dict[int, tuple[Any, Any]]
-    """By device: what allocates there, and what makes the launches."""
-
-
 def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     """``layout``: None: contiguous."""
     launches = op.launches_of(r, layout is None or layout.is_plain)
-    program, buffers = launches.program, launches.buffers
+    numbers = launches.program.pack_numbers(launches.with_layout(layout))
     needs_aligned_states = op.tells_aligned_states and (layout is None or layout.aligned_states)
-    sizes = _Sizes(
-        r,
-        program,
-        launches.arch,
-        program.pack_numbers(launches.with_layout(layout)),
-        ALIGNMENT - 1 if needs_aligned_states else 0,
-        form_of((r.B, r.T, r.HV, r.V)),
-        form_of(r.state_shape),
-        (buffers.get("workspace", 0),),
-        (buffers.get("saved", 0),),
-        {},
-    )
-    return partial(op.run_of(r), sizes)
+    state_bits = ALIGNMENT - 1 if needs_aligned_states else 0  # of addresses of states, which must be 0
+    forms = form_of((r.B, r.T, r.HV, r.V)), form_of(r.state_shape)
+    buffers = [(launches.buffers.get(name, 0),) for name in ("workspace", "saved")]
+    bound: dict[int, tuple[Any, Any]] = {}  # by device: what allocates there, and what makes the launches
+    call = r, launches.program, launches.arch, numbers, state_bits, *forms, *buffers, bound
+    return partial(op.run_of(r), call)
 
 
-def _make_run(op: TorchOp, r: Request) -> Run:
-    """Of the calls of a family."""
+def _make_run(op: TorchOp, r: Request) -> Callable[..., tuple[Any, ...] | None]:
+    """What makes the calls of a family, given what :func:`_make_call` makes of lengths and layout."""
     fields, take = op.fields, op.take
     out, reads = fields.index("out"), fields.index("state_indices")
     writes, pool = fields.index("write_indices"), fields.index(r.written_pool)
@@ -146,8 +117,8 @@ def _make_run(op: TorchOp, r: Request) -> Run:
     in_place, returns_state, every = r.inplace_state, r.output_final_state, r.checkpoint_every
     fresh = returns_state and not in_place
 
-    def run(sizes: _Sizes, arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        r, program, arch, numbers, state_bits, o_form, state_form, workspace_shape, saved_shape, bound = sizes
+    def run(call: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        r, program, arch, numbers, state_bits, o_form, state_form, workspace_shape, saved_shape, bound = call
         at = [0 if x is None else x.data_ptr() for x in arrays]
         misaligned = (at[0] | at[1] | at[2] | at[out]) & (ALIGNMENT - 1)
         misaligned |= at[3] & g_bits | at[bias] & bias_bits | (at[initial] | at[pool]) & state_bits

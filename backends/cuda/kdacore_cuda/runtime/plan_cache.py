@@ -17,22 +17,22 @@ class FamilyCache(Generic[P]):
     """What does not depend on the lengths of a call, made once of all calls that differ in nothing else.
 
     Args:
-        make: makes it of one of them. It may read what :func:`kdacore.types.family_of` leaves in a family, and no
-            figures of the device.
+        make: makes it of one of them. It may read what :func:`kdacore.types.family_of` leaves in a family and what
+            calls give besides, and no figures of the device.
     """
 
     def __init__(self, make: Callable[[Request], P]) -> None:
         self._make = make
-        self._made: dict[Family, P] = {}
+        self._made: dict[tuple[Family, tuple[Hashable, ...]], P] = {}
 
-    def __call__(self, request: Request) -> P:
-        """That of a request's family. Raises what ``make`` raises."""
-        family = family_of(request)
-        found = self._made.get(family)
+    def __call__(self, request: Request, *besides: Hashable) -> P:
+        """That of a request's family, and of what it depends on besides. Raises what ``make`` raises."""
+        key = family_of(request), besides
+        found = self._made.get(key)
         if found is None:
             if len(self._made) >= MAX_PLANS:
                 self._made.clear()
-            found = self._made[family] = self._make(request)
+            found = self._made[key] = self._make(request)
         return found
 
 

@@ -35,23 +35,18 @@ _FIELDS = {
     "has_initial": "has_initial_state",
     "writes": "write_indices",
 }
-_NUMBERS = (
-    *(*STRIDES, *ROWS, "hv_factor", "group_factor", "indices_row", "writes_row", "N", "T", "H", "HV"),
-    *("hv_shift", "group_shift", "fills_device", "null_index", "gate", "flags"),
-    *("qkv_type", "g_type", "beta_type", "bias_type", "scale", "lower_bound", "blocks"),
+_OF_TOKENS = (
+    *(*STRIDES, *ROWS, "hv_factor", "hv_shift", "group_factor", "group_shift", "T", "H", "HV", "null_index"),
+    *("gate", "flags", "qkv_type", "g_type", "beta_type", "bias_type", "scale", "lower_bound"),
 )
+"""Numbers that depend on no lengths but the tokens of a sequence."""
+_NUMBERS = (*_OF_TOKENS, "indices_row", "writes_row", "N", "fills_device", "blocks")
 
 
 def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     """The launch of a call by the kernel ``mode``, or by that for contiguous arrays."""
-    by_tokens, T = _of_family(r), r.T
     # Besides the tokens the number of elements decides which kernel serves a call.
-    known = by_tokens.get((T, r.B * T * r.HV * r.K >> 31))
-    if known is None:
-        if len(by_tokens) >= _MAX_TOKENS:
-            by_tokens.clear()
-        known = by_tokens[T, r.B * T * r.HV * r.K >> 31] = recurrent_mode(r), _numbers_of_tokens(r)
-    usual, common = known
+    usual, common = _of_tokens(r, r.T, r.B * r.T * r.HV * r.K >> 31)
     kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", usual if mode is None else mode
     numbers = {
         **common,
@@ -64,23 +59,14 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     return Launches(_program(*kind), numbers, arch_of(r))
 
 
-_MAX_TOKENS = 64
-"""Numbers of tokens that are known of a family."""
-_of_family: FamilyCache[dict[tuple[int, int], tuple[RecurrentMode, dict[str, Any]]]] = FamilyCache(
-    lambda r: {}
-)
-"""By tokens of a sequence, and whether arrays have 2**31 elements: the kernel, and numbers."""
-
-
 def _axes_of_written(r: Request) -> int:
     """Of the array with the rows that are written, 0 without."""
     return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
 
 
-def _numbers_of_tokens(r: Request) -> dict[str, Any]:
-    """Those that depend on no lengths but the tokens of a sequence."""
+def _make_of_tokens(r: Request) -> tuple[RecurrentMode, dict[str, Any]]:
+    """The kernel for contiguous arrays, and the numbers :data:`_OF_TOKENS`."""
     dtypes = dtypes_of(r)
-    (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
     written, axes = r.written_indices if r.inplace_state else "", _axes_of_written(r)
     scatter = axes == 2 and (r.packed or r.T > 1)
     flags = (
@@ -92,24 +78,16 @@ def _numbers_of_tokens(r: Request) -> dict[str, Any]:
         | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
         | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
     )
-    codes = type_codes(dtypes, "v", "g", "beta", "dt_bias")
-    return {
-        **dict(zip(STRIDES, contiguous_token_strides(r), strict=True)),
-        **dict.fromkeys(ROWS, r.HV * r.K * r.V),
-        **dict(zip(("qkv_type", "g_type", "beta_type", "bias_type"), codes, strict=True)),
-        "hv_factor": hv_factor,
-        "hv_shift": hv_shift,
-        "group_factor": group_factor,
-        "group_shift": group_shift,
-        "T": r.T,
-        "H": r.H,
-        "HV": r.HV,
-        "null_index": r.null_index,
-        "gate": GATES[r.gate],
-        "flags": flags,
-        "scale": r.scale,
-        "lower_bound": r.lower_bound or 0.0,
-    }
+    row = r.HV * r.K * r.V
+    values = (
+        *(*contiguous_token_strides(r), row, row, *division(r.HV), *division(r.HV // r.H), r.T, r.H, r.HV),
+        *(r.null_index, GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
+        *(r.scale, r.lower_bound or 0.0),
+    )
+    return recurrent_mode(r), dict(zip(_OF_TOKENS, values, strict=True))
+
+
+_of_tokens = FamilyCache(_make_of_tokens)
 
 
 @cache

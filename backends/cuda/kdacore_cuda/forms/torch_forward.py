@@ -100,7 +100,7 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     state_bits = ALIGNMENT - 1 if needs_aligned_states else 0  # of addresses of states, which must be 0
     forms = form_of((r.B, r.T, r.HV, r.V)), form_of(r.state_shape)
     buffers = [(launches.buffers.get(name, 0),) for name in ("workspace", "saved")]
-    bound: dict[int, tuple[Any, Any]] = {}  # by device: what allocates there, and what makes the launches
+    bound: dict[int, tuple[Any, Any, Any]] = {}  # by device: what allocates there, and makes the launches
     call = r, launches.program, launches.arch, numbers, state_bits, *forms, *buffers, bound
     return partial(op.run_of(r), call)
 
@@ -127,9 +127,9 @@ def _make_run(op: TorchOp, r: Request) -> Callable[..., tuple[Any, ...] | None]:
             return None
         here = bound.get(index)
         if here is None:
-            here = torch_launch.allocator(q.device.type), executor.start_of(program, arch, index)
-            bound[index] = here
-        empty, start = here
+            start = executor.start_of(program, arch, index)
+            here = bound[index] = torch_launch.allocator(q.device.type), start, program.pack_addresses
+        empty, start, pack = here
         o, o_at, state, state_at = arrays[out], at[out], None, 0
         if o is None:
             o = empty(*o_form, v.dtype)
@@ -151,7 +151,7 @@ def _make_run(op: TorchOp, r: Request) -> Callable[..., tuple[Any, ...] | None]:
             saved_at = saved.data_ptr()
         writes_at = (at[writes] or at[reads]) if in_place else 0
         addresses = *take(at), o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at
-        start(torch_launch.current_stream(index), program.pack_addresses(*addresses) + numbers)
+        start(torch_launch.current_stream(index), pack(*addresses) + numbers)
         results = o, state if returns_state else None, checkpoints
         return (*results, saved) if saved_at else results
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -225,6 +225,74 @@ class Request:
     def num_chunks(self) -> int:
         """``NT`` of the stage ops: ``ceil(T / C)``, or the bound ``T // C + N`` when packed."""
         return self.T // self.chunk_size + self.N if self.packed else -(-self.T // self.chunk_size)
+
+
+# --- calls that differ in lengths alone ---------------------------------------------------------------------------
+
+_LENGTHS = ("B", "T", "N", "pool_size", "write_pool_size", "checkpoint_count")
+LENGTH_FIELDS: tuple[int, ...] = tuple([Request._fields.index(name) for name in _LENGTHS])  # type: ignore[attr-defined]
+"""The places of the fields of a request that are lengths; ``tensors`` has the same in the shapes."""
+TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
+_TABLES = frozenset({"state_indices", "write_indices"})
+"""Arrays whose second axis, where they have one, is a length of its own."""
+
+
+def lengths_of(request: Request) -> Hashable:
+    """All that tells a request from others of its family. The shapes of its arrays follow from this."""
+    r = request
+    found = r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count
+    if r.state_indices_ndim < 2 and r.write_indices_ndim < 2:
+        return found
+    tables = [spec.shape for name, spec in r.tensors if name in _TABLES]
+    return found, *[shape[1] for shape in tables if len(shape) == 2]
+
+
+class Family:
+    """The calls that differ in lengths alone. Compared by identity: equal families are one object."""
+
+    __slots__ = ()
+
+
+_MAX_FAMILIES, _MAX_REQUESTS = 1024, 8192
+_families: dict[Hashable, Family] = {}
+_family_of: dict[int, tuple[Request, Family]] = {}
+"""By the identity of a request: making and hashing its key takes longer than many a launch."""
+
+
+def family_of(request: Request) -> Family:
+    """The family of a request: the same object for requests that differ in lengths alone.
+
+    A server's calls have other lengths at every step, and most of what a backend works out for a call does not depend
+    on those. It may keep that by family, in a dictionary with a limit. Lengths are those that
+    :func:`reads_no_lengths` names. Heads, head dims, dtypes, options and the device are the family's.
+
+    Examples:
+        >>> from kdacore.types import Device, Request, family_of
+        >>> def request(T):
+        ...     return Request("chunk_kda", "numpy", Device("cpu"), 1, T, 2, 2, 64, 64, 1, "float32", "float32")
+        >>> family_of(request(T=5)) is family_of(request(T=7))
+        True
+    """
+    known = _family_of.get(id(request))
+    if known is not None and known[0] is request:
+        return known[1]
+    fields: list[Any] = list(request)  # type: ignore[call-overload]
+    for i in LENGTH_FIELDS:
+        fields[i] = 0
+    # Sizes of arrays that are none (heads, head dims) are fields, too.
+    fields[TENSORS_FIELD] = tuple([(name, spec.dtype, len(spec.shape)) for name, spec in request.tensors])
+    if len(_families) >= _MAX_FAMILIES:
+        _families.clear()
+    family = _families.setdefault(tuple(fields), Family())
+    note_family(request, family)
+    return family
+
+
+def note_family(request: Request, family: Family) -> None:
+    """Make it known that a request, made from another one's, is of the same family."""
+    if len(_family_of) >= _MAX_REQUESTS:
+        _family_of.clear()
+    _family_of[id(request)] = request, family
 
 
 # --- what an op receives: the caller's arrays, absent ones None -------------------------------------------------

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from kdacore.acceleration.checks import Bounds, LengthChecks
 from kdacore.acceleration.requests import RequestsLike
-from kdacore.contract import lengths_of
 from kdacore.dispatch import plan as plans
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan
 from kdacore.dispatch.results import check_results
 from kdacore.ops import OPS
-from kdacore.types import Request, Selection
+from kdacore.types import Request, Selection, lengths_of
 
 if TYPE_CHECKING:
     from kdacore.acceleration.matchers import Shapes, ShapesOf

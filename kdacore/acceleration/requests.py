@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from kdacore.acceleration.matchers import Shapes
-from kdacore.contract import LENGTH_FIELDS, TENSORS_FIELD
 from kdacore.contract.checks import MAX_VERIFY_TOKENS
 from kdacore.ops import OPS
 from kdacore.ops.shapes import LENGTH_AXES, SHAPES, Axis
-from kdacore.types import Request, TensorSpec
+from kdacore.types import LENGTH_FIELDS, TENSORS_FIELD, Request, TensorSpec, family_of, note_family
 
 _new: Any = tuple.__new__
 
@@ -29,6 +28,7 @@ class RequestsLike:
     """
 
     def __init__(self, request: Request) -> None:
+        self._family = family_of(request)
         self._fields: list[Any] = list(request)  # type: ignore[call-overload]
         self._specs: list[Any] = list(request.tensors)
         self._packed = request.packed
@@ -114,6 +114,7 @@ class RequestsLike:
         )
         fields[TENSORS_FIELD] = tuple(specs)
         request: Request = _new(Request, fields)
+        note_family(request, self._family)
         return request
 
 

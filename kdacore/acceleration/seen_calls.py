@@ -18,8 +18,8 @@ from kdacore.acceleration import matchers
 from kdacore.acceleration.backend_fast_paths import FirstCall, offered
 from kdacore.acceleration.new_lengths import CallFamily
 from kdacore.acceleration.requests import has_families
-from kdacore.contract import family_of
 from kdacore.dispatch.plan import RECORDS, current_policy, execute
+from kdacore.types import family_of
 
 if TYPE_CHECKING:
     from kdacore.acceleration.matchers import Matcher

@@ -6,7 +6,7 @@ Nothing here reads tensor values; see ``values.py`` for the checks of ``KDACORE_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from kdacore.arrays import Adapter
@@ -280,34 +280,3 @@ def _build_gate(call: Arguments) -> tuple[Request, Adapter]:
     )
     fields.update(gate="softplus" if lower_bound is None else "sigmoid", scalar_gate=K == 0)
     return Request(**fields), adapter
-
-
-# --- lengths ------------------------------------------------------------------------------------------------------
-
-_LENGTHS = ("B", "T", "N", "pool_size", "write_pool_size", "checkpoint_count")
-LENGTH_FIELDS: tuple[int, ...] = tuple([Request._fields.index(name) for name in _LENGTHS])  # type: ignore[attr-defined]
-"""The places of the fields of a request that are lengths; ``tensors`` has the same in the shapes."""
-TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
-
-
-_TABLES = frozenset({"state_indices", "write_indices"})
-"""Arrays whose second axis, where they have one, is a length of its own."""
-
-
-def lengths_of(request: Request) -> Hashable:
-    """All that tells a request from others of its family. The shapes of its arrays follow from this."""
-    r = request
-    found = r.B, r.T, r.N, r.pool_size, r.write_pool_size, r.checkpoint_count
-    if r.state_indices_ndim < 2 and r.write_indices_ndim < 2:
-        return found
-    tables = [spec.shape for name, spec in r.tensors if name in _TABLES]
-    return found, *[shape[1] for shape in tables if len(shape) == 2]
-
-
-def family_of(request: Request) -> Hashable:
-    """All of a request but its lengths. Sizes of arrays that are none (heads, head dims) are fields of it, too."""
-    fields: list[Any] = list(request)  # type: ignore[call-overload]
-    for i in LENGTH_FIELDS:
-        fields[i] = 0
-    fields[TENSORS_FIELD] = tuple([(name, spec.dtype, len(spec.shape)) for name, spec in request.tensors])
-    return tuple(fields)

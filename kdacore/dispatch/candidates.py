@@ -2,7 +2,7 @@
 
 Verifiers and costs may read anything of a request, so they are asked for every new call. A server's calls differ in
 lengths alone, and most of what is asked does not depend on those: a :class:`Judge` answers for all calls of a family
-(:func:`kdacore.contract.family_of`), and asks once what stays the same.
+(:func:`kdacore.types.family_of`), and asks once what stays the same.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _MARK = "reads_no_lengths"
 _new: Any = tuple.__new__
 
 
+Predict = Callable[[Request], "Prediction | None"]
+"""Predicts the cost of a call; None where it is not known."""
+
+
 class Judge:
     """How one backend answers the calls of a family.
 
@@ -38,17 +42,17 @@ class Judge:
     __slots__ = (
         "_able",
         "_assumed",
-        "_checks",
         "_general",
         "_lacking",
         "_places",
+        "_predict",
         "_reasons",
         "_sizes_are_numbers",
         "_verified",
         "always",
+        "checks",
         "impl",
         "lasts",
-        "predict",
         "registered",
         "tested",
     )
@@ -80,7 +84,7 @@ class Judge:
         self._sizes_are_numbers = request.kind != "jax" or backend.traceable
         self.always: Candidate | None = None
         """The answer to every call of the family, where none of it depends on lengths."""
-        self._checks: tuple[Verifier, ...] | None = None
+        self.checks: tuple[Verifier, ...] | None = None
         """The verifiers that are asked at every call. None before the first call."""
         self._places: tuple[int, ...] = ()
         """Theirs among all verifiers."""
@@ -88,8 +92,7 @@ class Judge:
         """The reasons of the other verifiers, with their places."""
         self._able: Candidate | None = None
         """The answer where no verifier objects, made at the first such call."""
-        self.predict: Callable[[Request], Prediction | None] = self._first_prediction
-        """Predicts the cost of a call that the backend can serve."""
+        self._predict: Predict | None = None
         # Verifiers are asked about arrays and devices of the backend's own only.
         if impl is None:
             self.always = Candidate(backend.name, tuple(self._general), None, backend.rank, False)
@@ -110,22 +113,31 @@ class Judge:
             return self.always
         if not self._sizes_are_numbers and not isinstance(request.B * request.T * request.N, int):
             return self._candidate(tuple(self._general))
-        if self._checks is None:
+        if self.checks is None:
             return self._first(request)
-        i, answer, error = plugin_faults.first_answer(self._checks, 0, request)
-        if i == len(self._checks) and not self._reasons:
-            if self._able is None:
-                self._able = self._candidate(tuple(self._general))
-            return self._able
+        i, answer, error = plugin_faults.first_answer(self.checks, 0, request)
+        if i == len(self.checks) and not self._reasons:
+            return self.unopposed()
         found = list(self._reasons)
-        while i < len(self._checks):
-            verifier = self._checks[i]
+        while i < len(self.checks):
+            verifier = self.checks[i]
             found.append(
                 (self._places[i], _usable(answer) or _fault(self.registered, verifier, answer, error))
             )
-            i, answer, error = plugin_faults.first_answer(self._checks, i + 1, request)
+            i, answer, error = plugin_faults.first_answer(self.checks, i + 1, request)
         found.sort(key=_place)
         return self._candidate((*self._general, *[reason for _, reason in found]))
+
+    @property
+    def objects_by_checks_alone(self) -> bool:
+        """Whether the answer to every call is :meth:`unopposed` unless one of ``checks`` objects."""
+        return self.checks is not None and not self._reasons and self._sizes_are_numbers
+
+    def unopposed(self) -> Candidate:
+        """The answer where no verifier objects."""
+        if self._able is None:
+            self._able = self._candidate(tuple(self._general))
+        return self._able
 
     def _first(self, request: Request) -> Candidate:
         """The answer to the first call of the family, after which it is known which verifiers read lengths."""
@@ -148,21 +160,24 @@ class Judge:
                 always.append((place, usable))
         self._reasons = tuple(always)
         self._places = tuple([place for place, _ in checks])
-        self._checks = tuple([verifier for _, verifier in checks])
+        self.checks = tuple([verifier for _, verifier in checks])
         candidate = self._candidate((*self._general, *reasons))
         if not checks:
             self.always = candidate
         return candidate
 
-    def _first_prediction(self, request: Request) -> Prediction | None:
-        self.predict = _predictor(self.registered, self.impl)
-        return self.predict(request)
+    @property
+    def predict(self) -> Predict:
+        """Predicts the cost of a call that the backend can serve."""
+        if self._predict is None:
+            self._predict = _predictor(self.registered, self.impl)
+        return self._predict
 
 
 _OWN_ESTIMATE = "estimated by the backend itself"
 
 
-def _predictor(registered: Registered, impl: OpImpl | None) -> Callable[[Request], Prediction | None]:
+def _predictor(registered: Registered, impl: OpImpl | None) -> Predict:
     """What predicts the costs of calls that a backend can serve."""
     from kdacore.dispatch import cost  # not with `import kdacore`
 

@@ -90,13 +90,15 @@ class Predictor:
         backend: its name.
     """
 
-    __slots__ = ("_backend", "_generation", "_measured")
+    __slots__ = ("_backend", "_cell", "_generation", "_measured")
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._generation: object = None
         self._measured: tuple[_Measured, ...] = ()
         """What was measured of calls like these, by group, the nearest variants first."""
+        self._cell: _Cell | None = None
+        """Where the sizes of the last call lay: those of the next are likely to lie there too."""
 
     def predict(self, request: Request) -> Prediction | None:
         """None where nothing similar was measured."""
@@ -105,8 +107,17 @@ class Predictor:
             self._generation = cost_tables.generation
             table = cost_tables.in_use(request.device)
             self._measured = () if table is None else _measured(table, self._backend, request)
+            self._cell = None
+        if not self._measured:
+            return None
+        tokens, items = request.B * request.T / request.N, request.N * request.HV
+        cell = self._cell
+        if cell is None or not (cell.few < items < cell.many and cell.above < tokens <= cell.most):
+            cell = self._cell = _cell_of(self._measured[0][0], tokens, items)
+        if cell is not None:
+            return _prediction(cell.seconds(tokens, items), cell.source)
         for ordered in self._measured:
-            found = _best(ordered, request.B * request.T / request.N, request.N * request.HV)
+            found = _best(ordered, tokens, items)
             if found is not None:
                 return found
         return None
@@ -146,6 +157,46 @@ class _Variant(NamedTuple):
     """The source of a prediction: what of the measured calls is not as in these, and where they were measured."""
     interpolated: str
     extrapolated: str
+
+
+class _Cell(NamedTuple):
+    """Sizes between two measured numbers of items, and measured numbers of tokens. Those on a measured number of items
+    belong to none."""
+
+    few: int
+    many: int
+    above: float
+    """Fewer tokens than any here, barely."""
+    most: float
+    fewer: _Line
+    more: _Line
+    source: str
+
+    def seconds(self, tokens: float, items: int) -> float:
+        """The prediction for sizes in the cell."""
+        few, many, _, _, (start, fewer, slope), (start_of_more, more, slope_of_more), _ = self
+        fewer += slope * (tokens - start)
+        more += slope_of_more * (tokens - start_of_more)
+        return fewer + (more - fewer) * (items - few) / (many - few)
+
+
+def _cell_of(variant: _Variant, tokens: float, items: int) -> _Cell | None:
+    """The cell of a variant that sizes lie in, if they lie in one."""
+    counts = variant.counts
+    if not counts[0] < items < counts[-1]:
+        return None
+    i = bisect_left(counts, items)
+    if counts[i] == items:
+        return None
+    above, most, lines = 0.0, math.inf, []
+    for times, of_column, _, _ in variant.columns[i - 1 : i + 1]:
+        if not times[0] <= tokens <= times[-1]:
+            return None
+        j = bisect_left(times, tokens)
+        above = max(above, times[j - 1] if j else math.nextafter(times[0], 0.0))
+        most = min(most, times[j])
+        lines.append(of_column[j])
+    return _Cell(counts[i - 1], counts[i], above, most, lines[0], lines[1], variant.interpolated)
 
 
 _Measured = tuple[_Variant, ...]
@@ -194,18 +245,17 @@ def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
     """From the nearest variant that was measured around the sizes, else the nearest that was measured near them."""
     for variant in ordered:
         counts = variant.counts
-        if counts[0] <= items <= counts[-1]:
-            i = bisect_left(counts, items)
-            above = variant.columns[i]
-            if not above.tokens[0] <= tokens <= above.tokens[-1]:
-                continue
-            if counts[i] == items:
-                exact = above.tokens[bisect_left(above.tokens, tokens)] == tokens
-                source = variant.measured if exact else variant.interpolated
-                return _prediction(_seconds(above, tokens), source)
-            below = variant.columns[i - 1]
-            if below.tokens[0] <= tokens <= below.tokens[-1]:
-                return _prediction(_between(variant, i, tokens, items), variant.interpolated)
+        if not counts[0] <= items <= counts[-1]:
+            continue
+        i = bisect_left(counts, items)
+        column = variant.columns[i]
+        if counts[i] != items:
+            cell = _cell_of(variant, tokens, items)
+            if cell is not None:
+                return _prediction(cell.seconds(tokens, items), cell.source)
+        elif column.tokens[0] <= tokens <= column.tokens[-1]:
+            exact = column.tokens[bisect_left(column.tokens, tokens)] == tokens
+            return _prediction(_seconds(column, tokens), variant.measured if exact else variant.interpolated)
     for variant in ordered:
         found = _near(variant, tokens, items)
         if found is not None:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdacore import config, plugin_faults
-from kdacore.contract import family_of, lengths_of
-from kdacore.dispatch.candidates import Judge, judge, priced, with_costs
+from kdacore.dispatch.candidates import Judge, Predict, judge, priced, with_costs
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
 from kdacore.registry import REGISTRY
-from kdacore.types import Candidate, Reason, Request, Selection
+from kdacore.types import Candidate, Reason, Request, Selection, Verifier, family_of, lengths_of
 
 __all__ = [
     "Family",
@@ -51,6 +50,7 @@ _warned: set[tuple[str, str]] = set()
 _new: Any = tuple.__new__
 """Makes a named tuple in half the time of its constructor."""
 _MAX_CACHED = 8192
+_LOWEST = "lowest cost"
 
 
 def _renew_lock() -> None:
@@ -92,14 +92,17 @@ class Family:
     """
 
     __slots__ = (
+        "_able",
         "_answers",
         "_asked",
         "_assumed",
         "_by_rank",
+        "_checks",
         "_chooses",
         "_generation",
         "_judges",
         "_key",
+        "_predictors",
         "_registered",
         "_selections",
         "_tells",
@@ -118,6 +121,13 @@ class Family:
         and where one has to be judged anew at every call."""
         self._asked: list[tuple[int, Judge]] = []
         """The backends whose answers depend on lengths, with their places."""
+        self._checks: list[Verifier] | None = None
+        """The verifiers of all these, where each of them has no other reasons against a call than those."""
+        self._able: tuple[Candidate, ...] = ()
+        """How each backend answers a call that none of these verifiers objects to."""
+        self._predictors: list[tuple[int, Predict, bool]] = []
+        """Of those that can serve such a call, by falling rank: their places, what predicts their costs, and whether
+        they may be chosen though nobody asked for them. Empty where costs do not decide."""
         names = list(self._registered)
         eligible = [i for i, name in enumerate(names) if auto_may_choose(name, request)]
         eligible.sort(key=lambda i: -self._registered[names[i]].backend.rank)
@@ -129,12 +139,15 @@ class Family:
         self._key = key
         self._generation = _generation
         self._selections: dict[Hashable, Selection] = {}
-        """By :func:`~kdacore.contract.lengths_of` the request."""
+        """By :func:`~kdacore.types.lengths_of` the request."""
 
     def candidates(self, request: Request) -> tuple[Candidate, ...]:
         """How each backend answers one of the calls. No cost is predicted yet."""
         if self._answers is None:
             return self._first_answers(request)
+        checks = self._checks
+        if checks is not None and plugin_faults.first_answer(checks, 0, request)[0] == len(checks):
+            return self._able
         found: list[Any] = self._answers.copy()
         for i, asked in self._asked:
             found[i] = asked.candidate(request)
@@ -151,6 +164,14 @@ class Family:
             places = [judges[name] for name in self._registered]
             self._asked = [(i, judge) for i, judge in enumerate(places) if judge.always is None]
             self._answers = [judge.always for judge in places]
+            if all(judge.objects_by_checks_alone for _, judge in self._asked):
+                self._able = able = tuple([judge.always or judge.unopposed() for judge in places])
+                ranked = [*self._by_rank, *[i for i in range(len(places)) if i not in self._by_rank]]
+                serving = [i for i in ranked if not able[i].reasons]
+                eligible = [i for i in serving if i in self._by_rank]
+                if len(eligible) > 1 and not request.batch_invariant:  # else costs decide nothing
+                    self._predictors = [(i, places[i].predict, i in eligible) for i in serving]
+                self._checks = [check for _, judge in self._asked for check in judge.checks or ()]
         return tuple(found)
 
     def with_costs(self, request: Request, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -160,16 +181,36 @@ class Family:
         judges = self._judges
         return tuple([c if c.reasons else priced(c, judges[c.backend].predict(request)) for c in candidates])
 
+    def _priced(self, request: Request) -> tuple[tuple[Candidate, ...], Candidate | None]:
+        """The answers to a call that no verifier objects to, with costs; and the one of lowest cost, where that decides
+        and nothing else is to be asked, which is the usual case."""
+        found, known, cheapest = list(self._able), 0, None
+        for i, predict, may_be_chosen in self._predictors:
+            prediction = predict(request)
+            if prediction is not None:
+                c = found[i] = priced(found[i], prediction)
+                if may_be_chosen:
+                    known += 1
+                    if cheapest is None or c.cost < cheapest.cost:  # type: ignore[operator]
+                        cheapest = c
+        if known < 2 or cheapest is None or self._chooses or self.policy.preferred or not cheapest.verified:
+            cheapest = None
+        return tuple(found), cheapest
+
     def decide(self, request: Request, run_selfchecks: bool) -> Selection:
         """See :func:`decide`."""
         policy, by_rank = self.policy, self._by_rank
         candidates = self.candidates(request)
         if policy.forced:
             return _forced(request, policy, candidates)
+        if candidates is self._able:
+            candidates, cheapest = self._priced(request)
+            if cheapest is not None:
+                selected: Selection = _new(Selection, (request, cheapest.backend, _LOWEST, candidates))
+                return selected
+        elif len([i for i in by_rank if not candidates[i].reasons]) > 1 or not run_selfchecks:
+            candidates = self.with_costs(request, candidates)  # a call that leaves no choice needs none
         eligible = [c for i in by_rank if not (c := candidates[i]).reasons]
-        if len(eligible) > 1 or not run_selfchecks:  # a call that leaves no choice needs no costs
-            candidates = self.with_costs(request, candidates)
-            eligible = [c for i in by_rank if not (c := candidates[i]).reasons]
         if policy.preferred:
             able = [c.backend for c in candidates if not c.reasons]
             for name in policy.preferred:
@@ -187,8 +228,7 @@ class Family:
                     continue
             if policy.preferred:
                 why += f"; {policy.source} preferred {list_names(policy.preferred)}, which cannot serve this call"
-            selected: Selection = _new(Selection, (request, chosen.backend, why, candidates))
-            return selected
+            return Selection(request, chosen.backend, why, candidates)
         return Selection(request, "", "no backend can serve this call", candidates)
 
     def _ranked(
@@ -226,7 +266,7 @@ class Family:
         known = [c for c in by_rank if c.cost is not None]
         if len(known) > 1:
             known.sort(key=_cost_of)
-            why = "lowest cost"
+            why = _LOWEST
         else:
             why = "the only one of known cost"
         for c in known:

@@ -12,12 +12,11 @@ from kdacore.acceleration.requests import RequestsLike, has_families
 from kdacore.calls.description import CallDescription, arguments
 from kdacore.calls.pools import POOLS
 from kdacore.calls.requests import request_of, request_with
-from kdacore.contract import family_of, lengths_of
 from kdacore.errors import ContractError
 from kdacore.ops import OPS
 from kdacore.ops.shapes import LENGTH_AXES, SHAPES
 from kdacore.testing.random_cases import random_case
-from kdacore.types import Request
+from kdacore.types import Request, family_of, lengths_of
 
 SEEDS = range(150)
 

@@ -109,8 +109,8 @@ class InSegments(NamedTuple):
 
 
 def in_segments(r: Request, saved: bool = False) -> InSegments:
-    launches, bytes_of, numbers = chunk_backward_segments.scan_in_segments(r, saved)
-    named = [(name, kernel, int(numbers.pop(f"{name}_blocks"))) for name, kernel in launches]
+    walks, bytes_of, numbers = chunk_backward_segments.scan_in_segments(r, saved, multiprocessors_of(r))
+    named = [(name, kernel, numbers.pop(f"{name}_blocks")) for name, kernel in walks.kernels()]
     return InSegments(named, numbers, bytes_of)
 
 

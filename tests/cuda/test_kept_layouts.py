@@ -12,15 +12,15 @@ from stages_calls import Drawn, stage_request
 
 from kdacore.types import RecurrentInputs
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms import torch_forward
 from kdacore_cuda.forms.recurrent.forward import RECURRENT
 from kdacore_cuda.forms.stages import forward as stages
 from kdacore_cuda.forms.stages import launches as stage_launches
-from kdacore_cuda.runtime import device_figures, executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import MAX_LAYOUTS
+from kdacore_cuda.runtime import device_figures, executor, plan_cache, torch_launch
 from kdacore_cuda.runtime.program import Program
 
 pytestmark = pytest.mark.quick
+
+LIMIT = 64
 
 Made = tuple[str, dict[str, Any]]
 """A launch: name and parameters of its kernel."""
@@ -45,6 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "current_device", lambda: -1)
     monkeypatch.setattr(torch_launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", LIMIT)
     return found
 
 
@@ -59,8 +60,8 @@ def test_decoding(launched: list[Made], monkeypatch: pytest.MonkeyPatch) -> None
     x = x._replace(initial_state=pool(size), state_indices=torch.tensor([0, 3]))
     request = request_of("fused_recurrent_kda", x, inplace_state=True, **BOUNDED_MODEL)
     made: list[Any] = []
-    make = torch_forward._make_call
-    monkeypatch.setattr(torch_forward, "_make_call", lambda *given: made.append(given) or make(*given))
+    make = RECURRENT._call._make
+    monkeypatch.setattr(RECURRENT._call, "_make", lambda *given: made.append(given) or make(*given))
 
     def launch(inputs: RecurrentInputs) -> Made:
         call = RECURRENT.make_fast_call(request, inputs)
@@ -99,11 +100,11 @@ def test_stages(launched: list[Made], op: str) -> None:
         ]
         launched.clear()
         stages._run(r, {}, tuple(views))
-        found = stages._packed.of_request(r)[strides]
+        found = stages._packed(r, strides)
         stages._run(r, {}, tuple(views))
-        assert stages._packed.of_request(r)[strides] is found
+        assert stages._packed(r, strides) is found
         assert [tuple(params[name] for name in names) for _, params in launched] == [strides] * 2
-        assert len(stages._packed.of_request(r)) <= MAX_LAYOUTS
+        assert len(stages._packed._plans) <= LIMIT
     if op == "kda_recompute_w_u":  # q is absent, and its strides are those of k
         contiguous = stage_launches.launches_of(r).numbers
         assert contiguous["q_st"] == contiguous["k_st"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kdacore
-from kdacore import contract, verifiers
+from kdacore import types, verifiers
 from kdacore.acceleration import torch_arrays
 from kdacore.acceleration.new_lengths import CallFamily
 from kdacore.arrays.numpy import NUMPY
@@ -641,9 +641,9 @@ def test_columns_of_tables_are_lengths() -> None:
             REQUEST, op="fused_recurrent_kda", state_indices_ndim=2, tensors=(("state_indices", table),)
         )
 
-    assert contract.family_of(of(4)) == contract.family_of(of(5))
-    assert contract.lengths_of(of(4)) != contract.lengths_of(of(5))
-    assert contract.lengths_of(of(4)) == contract.lengths_of(of(4))
+    assert types.family_of(of(4)) == types.family_of(of(5))
+    assert types.lengths_of(of(4)) != types.lengths_of(of(5))
+    assert types.lengths_of(of(4)) == types.lengths_of(of(4))
 
 
 def test_gradients_of_new_lengths() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import FLAGS, TYPES
@@ -68,7 +68,16 @@ def chunk_flags(r: Request) -> int:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous array, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return strides_behind(shape[1:]) if shape else ()
+
+
+@lru_cache(maxsize=4096)
+def strides_behind(inner: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of arrays with these axes and one in front, on whose size strides do not depend."""
+    strides = [1]
+    for size in reversed(inner):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
 
 
 def contiguous_token_strides(r: Request) -> tuple[int, ...]:
@@ -91,6 +100,7 @@ def items_for_choice(request: Request) -> int:
     return MANY if request.batch_invariant else request.N * request.HV
 
 
+@lru_cache(maxsize=4096)
 def division(divisor: int) -> tuple[int, int]:
     """A division as kernels do it, by a multiplication and a shift (csrc/common/fast_division.cuh).
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kdacore.types import Request
-from kdacore_cuda.forms.launches import ROWS, STRIDES
+from kdacore_cuda.forms.launches import ROWS, STRIDES, batch_strides
 from kdacore_cuda.kernel_parameters import GATES, TYPES
 from kdacore_cuda.request_encoding import (
     chunk_flags,
@@ -12,6 +14,7 @@ from kdacore_cuda.request_encoding import (
     has_bounded_gate,
     type_code,
 )
+from kdacore_cuda.runtime.plan_cache import FamilyCache
 
 CHUNK, HALF, QUARTER = 64, 32, 16
 LOG2E = 1.4426950408889634
@@ -35,26 +38,10 @@ def takes_float_gate(r: Request) -> bool:
     return type_code(r, "g") != TYPES["bfloat16"]
 
 
-def call_numbers(r: Request) -> dict[str, float]:
+def call_numbers(r: Request) -> dict[str, Any]:
     """Those of the call itself, with the strides of contiguous arrays."""
-    row = r.HV * r.K * r.V
-    return {
-        "T": r.T,
-        "N": r.N,
-        "H": r.H,
-        "HV": r.HV,
-        "ckpt_every": r.checkpoint_every,
-        "null_index": r.null_index,
-        "marks": r.checkpoint_count,
-        "gate": GATES[r.gate],
-        "flags": chunk_flags(r),
-        "beta_type": type_code(r, "beta"),
-        "bias_type": type_code(r, "dt_bias"),
-        "scale": r.scale,
-        "lower_bound": r.lower_bound or 0.0,
-        **dict(zip(STRIDES, contiguous_token_strides(r), strict=True)),
-        **dict.fromkeys(ROWS, row),
-    }
+    common = _family_numbers(r)
+    return {**common, **batch_strides(r, common), "T": r.T, "N": r.N, "marks": r.checkpoint_count}
 
 
 def chunk_slots(r: Request) -> int:
@@ -62,20 +49,46 @@ def chunk_slots(r: Request) -> int:
     return r.T // CHUNK + r.N if r.packed else r.B * -(-r.T // CHUNK)
 
 
-def chunk_numbers(r: Request) -> dict[str, float]:
+def chunk_numbers(r: Request) -> dict[str, Any]:
     """Those of launches that compute chunk by chunk: :func:`call_numbers`, and how the call divides into chunks."""
-    NT, slots, bounded = -(-r.T // CHUNK), chunk_slots(r), has_bounded_gate(r)
+    NT = -(-r.T // CHUNK)
+    factor, shift = division(NT or 1)
+    chunks = {"units": chunk_slots(r) * r.HV, "NT": NT, "chunks_factor": factor, "chunks_shift": shift}
+    return call_numbers(r) | chunks
+
+
+def _numbers_of_family(r: Request) -> dict[str, Any]:
+    """Those that do not depend on lengths."""
+    bounded, (hv_factor, hv_shift) = has_bounded_gate(r), division(r.HV or 1)
     # Slightly below the bound: after rounding, a decay at the bound must not count as below the
     # floor.
     floor = (r.lower_bound or 0.0) * LOG2E * 1.0001 if bounded else UNBOUNDED_FLOOR
-    (hv_factor, hv_shift), (chunks_factor, chunks_shift) = division(r.HV or 1), division(NT or 1)
-    return call_numbers(r) | {
-        "units": slots * r.HV,
-        "NT": NT,
+    return {
+        "H": r.H,
+        "HV": r.HV,
         "hv_factor": hv_factor,
         "hv_shift": hv_shift,
-        "chunks_factor": chunks_factor,
-        "chunks_shift": chunks_shift,
+        "ckpt_every": r.checkpoint_every,
+        "null_index": r.null_index,
+        "gate": GATES[r.gate],
+        "flags": chunk_flags(r),
+        "beta_type": type_code(r, "beta"),
+        "bias_type": type_code(r, "dt_bias"),
+        "scale": r.scale,
+        "lower_bound": r.lower_bound or 0.0,
         "floor": floor,
         "centre": float(round(-floor * (HALF if bounded else QUARTER) / 2)),
+        **dict(zip(STRIDES, contiguous_token_strides(r), strict=True)),
+        **dict.fromkeys(ROWS, r.HV * r.K * r.V),
     }
+
+
+_family_numbers = FamilyCache(_numbers_of_family)
+gates_of: FamilyCache[tuple[bool, bool]] = FamilyCache(lambda r: (takes_float_gate(r), has_bounded_gate(r)))
+"""``gates_of(request)``: whether g is given to kernels as float32, and whether the gate is bounded."""
+
+
+def flags_of(r: Request) -> int:
+    """:func:`chunk_flags`."""
+    flags: int = _family_numbers(r)["flags"]
+    return flags

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
+from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import ParamStruct
 from kdacore_cuda.runtime.program import Program, Value
 
@@ -33,6 +34,25 @@ ARGUMENTS = {
     "mark_rows": "checkpoint_indices",
 }
 """Fields of the chunk kernels' parameters for arguments and results that are called otherwise."""
+
+
+Key = ParamSpec("Key")
+
+
+def made_once(
+    make: Callable[Concatenate[Iterable[str], Key], Program],
+) -> Callable[Concatenate[Iterable[str], Key], Program]:
+    """Decorates what makes a form's programs: one for each tuple of the arguments behind the first. From those the
+    first follows, the names of the numbers that a call gives; hashing it would take longer than all else."""
+    made: dict[tuple[Any, ...], Program] = {}
+
+    def program(numbers: Iterable[str], /, *key: Key.args, **unused: Key.kwargs) -> Program:
+        found = made.get(key)
+        if found is None:
+            found = made[key] = make(tuple(numbers), *key, **unused)
+        return found
+
+    return program
 
 
 class Layout(NamedTuple):
@@ -64,6 +84,18 @@ class Launches(NamedTuple):
             return self.numbers
         given = dict(zip((*STRIDES, *ROWS), (*layout.strides, *layout.rows), strict=True))
         return self.numbers | {name: x for name, x in given.items() if name in self.numbers}
+
+
+def batch_strides(r: Request, common: Mapping[str, int]) -> dict[str, int]:
+    """Those of contiguous arrays, given numbers of the call's family, with the strides of tokens among them."""
+    T = r.T
+    return {
+        "q_sb": T * common["q_st"],
+        "k_sb": T * common["k_st"],
+        "v_sb": T * common["v_st"],
+        "g_sb": T * common["g_st"],
+        "beta_sb": T * common["beta_st"],
+    }
 
 
 def arguments_of(params: ParamStruct) -> dict[str, Value]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from kdacore.types import FastCall, Outputs, Request
 from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
-from kdacore_cuda.request_encoding import contiguous_token_strides
+from kdacore_cuda.request_encoding import contiguous_token_strides, strides_behind
 from kdacore_cuda.runtime import executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import LayoutCache
+from kdacore_cuda.runtime.plan_cache import FamilyCache, PlanCache
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned, contiguous_rows
 
 
@@ -46,18 +47,15 @@ class TorchOp:
         self.takes_float16_gate = takes_float16_gate
         self.take = itemgetter(*map(fields.index, arrays))
         """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
-        self._call: LayoutCache[Layout | None, FastCall] = LayoutCache(
-            lambda request, layout: _make_call(self, request, layout)
-        )
+        self.run_of = FamilyCache(partial(_make_run, self))
+        self._call: PlanCache[FastCall] = PlanCache(partial(_make_call, self))
 
     def forward(self, request: Request, inputs: Any) -> Outputs:
         """The op on CUDA tensors, of any layout. Raises BackendBuildError or DriverError."""
-        as_given = self.takes_float16_gate or inputs.g.dtype is not torch.float16
-        if as_given and all(x is None or x.is_contiguous() for x in inputs):
+        if is_readable(self, inputs):
             found = self._call(request, None)(inputs)
             if found is not None:
-                o, state, checkpoints, *saved = found
-                return Outputs(o, state, checkpoints, tuple(saved))
+                return Outputs(found[0], found[1], found[2], found[3:])
         return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
@@ -85,50 +83,61 @@ class TorchOp:
         return Outputs(o, state, checkpoints, tuple(saved))
 
 
+Form = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a contiguous tensor."""
+
+
+def form_of(shape: tuple[int, ...]) -> Form:
+    """That of a tensor of this shape, of one axis or more."""
+    return shape, strides_behind(shape[1:])
+
+
 def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     """``layout``: None: contiguous."""
     launches = op.launches_of(r, layout is None or layout.is_plain)
-    program, arch = launches.program, launches.arch
-    numbers = program.pack_numbers(launches.with_layout(layout))
-    pack, fields, take = program.pack_addresses, op.fields, op.take
+    numbers = launches.program.pack_numbers(launches.with_layout(layout))
+    needs_aligned_states = op.tells_aligned_states and (layout is None or layout.aligned_states)
+    state_bits = ALIGNMENT - 1 if needs_aligned_states else 0  # of addresses of states, which must be 0
+    forms = form_of((r.B, r.T, r.HV, r.V)), form_of(r.state_shape)
+    buffers = [(launches.buffers.get(name, 0),) for name in ("workspace", "saved")]
+    bound: dict[int, tuple[Any, Any, Any]] = {}  # by device: what allocates there, and makes the launches
+    call = r, launches.program, launches.arch, numbers, state_bits, *forms, *buffers, bound
+    return partial(op.run_of(r), call)
+
+
+def _make_run(op: TorchOp, r: Request) -> Callable[..., tuple[Any, ...] | None]:
+    """What makes the calls of a family, given what :func:`_make_call` makes of lengths and layout."""
+    fields, take = op.fields, op.take
     out, reads = fields.index("out"), fields.index("state_indices")
     writes, pool = fields.index("write_indices"), fields.index(r.written_pool)
     initial, bias = fields.index("initial_state"), fields.index("dt_bias")
-    # Bits of addresses that must be 0, of g, of dt_bias, and of states.
+    # Bits of addresses that must be 0, of g and of dt_bias.
     g_bits, bias_bits = 0 if r.scalar_gate else ALIGNMENT - 1, ALIGNMENT - 1 if op.aligned_bias else 0
-    needs_aligned_states = op.tells_aligned_states and (layout is None or layout.aligned_states)
-    state_bits = ALIGNMENT - 1 if needs_aligned_states else 0
-    o_shape, state_shape, every = (r.B, r.T, r.HV, r.V), r.state_shape, r.checkpoint_every
-    (_, _, rows, width), o_strides = state_shape, (r.T * r.HV * r.V, r.HV * r.V, r.V, 1)
-    state_strides = (r.HV * rows * width, rows * width, width, 1)
     state_dtype, byte, unit = getattr(torch, r.state_dtype), torch.uint8, (1,)
-    in_place, returns_state = r.inplace_state, r.output_final_state
+    in_place, returns_state, every = r.inplace_state, r.output_final_state, r.checkpoint_every
     fresh = returns_state and not in_place
-    workspace_shape, saved_shape = ((launches.buffers.get(name, 0),) for name in ("workspace", "saved"))
-    current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
-    bound: dict[int, tuple[Any, Any]] = {}
-    """By device: what allocates there, and what makes the launches."""
 
-    def call(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def run(call: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        r, program, arch, numbers, state_bits, o_form, state_form, workspace_shape, saved_shape, bound = call
         at = [0 if x is None else x.data_ptr() for x in arrays]
         misaligned = (at[0] | at[1] | at[2] | at[out]) & (ALIGNMENT - 1)
         misaligned |= at[3] & g_bits | at[bias] & bias_bits | (at[initial] | at[pool]) & state_bits
         q, v, index = arrays[0], arrays[2], arrays[0].get_device()
-        if misaligned or current_device() != index:
+        if misaligned or torch_launch.current_device() != index:
             return None
         here = bound.get(index)
         if here is None:
-            here = torch_launch.allocator(q.device.type), executor.start_of(program, arch, index)
-            bound[index] = here
-        empty, start = here
+            start = executor.start_of(program, arch, index)
+            here = bound[index] = torch_launch.allocator(q.device.type), start, program.pack_addresses
+        empty, start, pack = here
         o, o_at, state, state_at = arrays[out], at[out], None, 0
         if o is None:
-            o = empty(o_shape, o_strides, v.dtype)
+            o = empty(*o_form, v.dtype)
             o_at = o.data_ptr()
         if in_place:
             state, state_at = arrays[pool], at[pool]
         elif fresh:
-            state = empty(state_shape, state_strides, state_dtype)
+            state = empty(*state_form, state_dtype)
             state_at = state.data_ptr()
         checkpoints, checkpoints_at, workspace_at, saved_at = None, 0, 0, 0
         if every:
@@ -141,14 +150,12 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
             saved = empty(saved_shape, unit, byte)
             saved_at = saved.data_ptr()
         writes_at = (at[writes] or at[reads]) if in_place else 0
-        start(
-            current_stream(index),
-            pack(*take(at), o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at) + numbers,
-        )
+        addresses = *take(at), o_at, state_at, writes_at, checkpoints_at, workspace_at, saved_at
+        start(torch_launch.current_stream(index), pack(*addresses) + numbers)
         results = o, state if returns_state else None, checkpoints
         return (*results, saved) if saved_at else results
 
-    return call
+    return run
 
 
 def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -156,6 +163,16 @@ def _checkpoints(r: Request, q: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     all are zero."""
     make = q.new_zeros if r.packed or r.pool_size else q.new_empty
     return make(r.checkpoint_shape, dtype=dtype)
+
+
+def is_readable(op: TorchOp, inputs: Any) -> bool:
+    """Whether kernels can read the arrays as they lie, all contiguous, if they are on 16 bytes."""
+    if inputs.g.dtype is torch.float16 and not op.takes_float16_gate:
+        return False
+    for x in inputs:  # noqa: SIM110  a loop takes less than all()
+        if not (x is None or x.is_contiguous()):
+            return False
+    return True
 
 
 def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> tuple[Any, Layout | None]:

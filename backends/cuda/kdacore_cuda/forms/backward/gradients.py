@@ -15,10 +15,9 @@ from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
 from kdacore_cuda.forms.launches import Layout
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.launches import keeps_maps
-from kdacore_cuda.forms.torch_forward import readable
-from kdacore_cuda.request_encoding import contiguous_strides
+from kdacore_cuda.forms.torch_forward import Form, form_of, is_readable, readable
 from kdacore_cuda.runtime import executor, torch_launch
-from kdacore_cuda.runtime.plan_cache import LayoutCache
+from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, aligned_bytes
 
 LARGEST_FLOAT16 = 65504.0
@@ -46,15 +45,21 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    given, layout = readable(CHUNK, request, inputs, rows_apart=False)
     wanted = InputGrads(*[x is not None for x in inputs[: len(InputGrads._fields)]])
-    call = _backward_of(request, (layout, wanted, saved_kind(request) if saved else ""))
-    with torch.cuda.device(inputs.q.get_device()):
-        found = call(given, tuple([aligned_bytes(x) for x in saved]), grads.o, grads.final_state)
+    kind, found = saved_kind(request) if saved else "", None
+    if is_readable(CHUNK, inputs):
+        found = _backward_of(request, (None, wanted, kind))(inputs, saved, grads.o, grads.final_state)
+    if found is None:
+        given, layout = readable(CHUNK, request, inputs, rows_apart=False)
+        call = _backward_of(request, (layout, wanted, kind))
+        with torch.cuda.device(inputs.q.get_device()):
+            found = call(given, tuple([aligned_bytes(x) for x in saved]), grads.o, grads.final_state)
     if found is None:
         raise ValueError(f"{request.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
     gradients = InputGrads(*found)
-    return gradients._replace(g=narrowed(gradients.g, inputs.g.dtype))
+    if gradients.g.dtype is not inputs.g.dtype:
+        gradients = gradients._replace(g=narrowed(gradients.g, inputs.g.dtype))
+    return gradients
 
 
 def narrowed(dg: Any, dtype: torch.dtype) -> Any:
@@ -102,13 +107,11 @@ def _make_backward(r: Request, call: tuple[Layout | None, InputGrads, str]) -> B
     bound: dict[int, tuple[Any, Any, Any]] = {}
     """By device: what allocates there, and what makes the launches of both groups."""
     current_device, current_stream = torch_launch.current_device, torch_launch.current_stream
-    shapes = [
-        r.spec(name).shape if is_wanted else None
+    specs, o_form = dict(r.tensors), form_of((r.B, r.T, r.HV, r.V))
+    forms = [
+        form_of(specs[name].shape) if is_wanted else None
         for name, is_wanted in zip(InputGrads._fields, wanted, strict=True)
     ]
-    forms = [None if shape is None else (shape, contiguous_strides(shape)) for shape in shapes]
-    o_shape = (r.B, r.T, r.HV, r.V)
-    o_strides = contiguous_strides(o_shape)
 
     def backward(arrays: tuple[Any, ...], saved: tuple[Any, ...], d_o: Any, d_ht: Any) -> Any:
         at = [0 if x is None else x.data_ptr() for x in arrays]
@@ -127,7 +130,7 @@ def _make_backward(r: Request, call: tuple[Layout | None, InputGrads, str]) -> B
             here = bound[index] = (torch_launch.allocator(q.device.type), first_start, second_start)
         empty, start_first, start_second = here
         if d_o is None:
-            d_o = empty(o_shape, o_strides, arrays[2].dtype).zero_()
+            d_o = empty(*o_form, arrays[2].dtype).zero_()
         elif not d_o.is_contiguous():
             d_o = d_o.contiguous()
         if d_o.data_ptr() % ALIGNMENT:
@@ -161,9 +164,9 @@ def _make_backward(r: Request, call: tuple[Layout | None, InputGrads, str]) -> B
     return backward
 
 
-def _like(empty: Any, form: Any, x: torch.Tensor | None) -> Any:
+def _like(empty: Any, form: Form | None, x: torch.Tensor | None) -> Any:
     """A contiguous tensor of a form and a tensor's dtype; None without either."""
     return None if form is None or x is None else empty(*form, x.dtype)
 
 
-_backward_of = LayoutCache(_make_backward)
+_backward_of = PlanCache(_make_backward)

@@ -10,6 +10,7 @@ value heads of a group, and over chunks).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -23,17 +24,18 @@ from kdacore_cuda.forms.backward.kernels import (
     sums_kernel,
     walk_warpgroups,
 )
-from kdacore_cuda.forms.backward.segments import scan_in_segments
+from kdacore_cuda.forms.backward.segments import WORKSPACE as SEGMENTS_WORKSPACE
+from kdacore_cuda.forms.backward.segments import Walks, scan_in_segments
 from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, takes_float_gate
-from kdacore_cuda.forms.launches import TOKENS, Launches
-from kdacore_cuda.forms.saved_operands.workspace import saved_buffer
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, gates_of
+from kdacore_cuda.forms.launches import TOKENS, Launches, made_once
+from kdacore_cuda.forms.saved_operands.workspace import SAVED, saved_buffer
 from kdacore_cuda.forms.segments import workspace as saved_maps
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
-from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice, type_code
+from kdacore_cuda.request_encoding import items_for_choice, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.kernel import Kernel
+from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import NOTHING, Clear, Launch, Program, Value
 
 INPUTS = (*TOKENS, "A_log", "dt_bias", "cu_seqlens", "initial_state")
@@ -43,9 +45,6 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_A", "d_bias")
 SECOND_ARRAYS = (*INPUTS, "d_o", "saved", "both", "second", "zeroed", *GRADIENTS, "dA_part", "dbias_part")
 """Arrays that the other launches take; ``second`` and ``zeroed`` are buffers. ``dA_part`` and ``dbias_part`` are given
 only where sums over chunks are left to the caller."""
-
-Scan = tuple[tuple[str, Kernel], ...]
-"""The launches between prepare and grads: names and kernels, in order."""
 
 
 class BackwardLaunches(NamedTuple):
@@ -69,47 +68,42 @@ def launches_of(
         sums_to_caller: sums for gradients of A_log and dt_bias over chunks are left to the caller.
     """
     numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
-    units = int(numbers["units"])
+    units, tokens, packed = numbers["units"], r.B * r.T, r.packed
     numbers["call_flags"] = numbers["flags"]
-    scan, own, sizes = _scan_of(r, saved, numbers)
+    scan, own, sizes = _scan_of(r, saved, units, multiprocessors)
     numbers |= own
-    first, both, second, zeroed = (Buffer() for _ in range(4))
-    offsets: dict[str, int] = {}
-    if saved == "operands":
-        offsets |= saved_buffer(units)[0]
-    elif saved == "maps":
-        offsets |= saved_maps.saved_places(sizes["starts"] // saved_maps.START_BYTES)
-    in_saved = frozenset(offsets)
-    for name, size in UNIT_BYTES.items():
+    places, of_first, of_both = _places_in_unit(saved == "operands")
+    numbers |= {name: units * at for name, at in places}
+    first, both, second, zeroed = Buffer(units * of_first), Buffer(units * of_both), Buffer(), Buffer()
+    in_saved = _in_saved(saved)
+    for name, size in sizes.items():
         if name not in in_saved:
-            offsets[name] = (first if name in READ_BY_SCAN_ONLY else both).add(units * size)
-    offsets |= {name: first.add(size) for name, size in sizes.items() if name not in in_saved}
-    sums = zeroed if r.packed else both  # no kernel writes those of a pack's unused slots
-    parts = tuple(
-        name for name, is_wanted in (("dA_part", wanted.A_log), ("dbias_part", wanted.dt_bias)) if is_wanted
-    )
-    for name in parts if not sums_to_caller else ():
-        offsets[name] = sums.add(units * 4 * (r.K if name == "dbias_part" else 1))
-    grouped = r.HV != r.H
-    in_second = _gradients_in_second(r, grouped, wanted)
-    offsets |= {name: second.add(size) for name, size in in_second.items()}
-
-    grads = grads_kernel(takes_float_gate(r), grouped, has_bounded_gate(r))
-    rows = r.B * r.T * r.H
-    numbers |= {f"{name}_at": at for name, at in offsets.items()} | {
+            numbers[f"{name}_at"] = first.add(size)
+    if saved == "maps":
+        places_of_maps = saved_maps.saved_places(sizes["starts"] // saved_maps.START_BYTES)
+        numbers |= {f"{name}_at": at for name, at in places_of_maps.items()}
+    if not sums_to_caller:
+        sums = zeroed if packed else both  # no kernel writes those of a pack's unused slots
+        if wanted.A_log:
+            numbers["dA_part_at"] = sums.add(4 * units)
+        if wanted.dt_bias:
+            numbers["dbias_part_at"] = sums.add(4 * units * r.K)
+    gates, grouped, A_type, row_bytes = _of_family(r)
+    for x in _in_second(grouped, wanted):
+        numbers[f"d{x}_at"] = second.add(tokens * row_bytes[x])
+    rows = tokens * r.H
+    numbers |= {
         "grads_blocks": min(units, multiprocessors),
         "group_blocks": -(-rows // (GROUPS_THREADS // 32)),
         "rows": rows,
         "slots": chunk_slots(r),
-        "A_type": type_code(r, "A_log"),
+        "A_type": A_type,
         "zeroed_bytes": zeroed.bytes,
     }
-    names, arch = tuple(numbers), arch_of(r)
-    work = frozenset(sizes)
-    one = _first_program(scan, in_saved, work, names)
-    two = _second_program(
-        grads, grouped, wanted, in_saved, frozenset(in_second), parts, sums_to_caller, r.packed, names
-    )
+    arch = arch_of(r)
+    one = _first_program(numbers, *gates, saved, scan)
+    in_segments = isinstance(scan, Walks)
+    two = _second_program(numbers, *gates, grouped, wanted, saved, in_segments, sums_to_caller, packed)
     return BackwardLaunches(
         Launches(one, numbers, arch, {"both": both.bytes, "first": first.bytes}),
         Launches(two, numbers, arch, {"second": second.bytes, "zeroed": zeroed.bytes}),
@@ -117,41 +111,63 @@ def launches_of(
 
 
 def _scan_of(
-    r: Request, saved: str, numbers: dict[str, float]
-) -> tuple[Scan, dict[str, float], dict[str, int]]:
-    """What is launched before the gradients; its numbers; bytes of the arrays that it needs beside the common
-    workspace."""
-    items, heads, multiprocessors = r.N * r.HV, items_for_choice(r), multiprocessors_of(r)
+    r: Request, saved: str, units: int, multiprocessors: int
+) -> tuple[int | Walks, dict[str, int], dict[str, int]]:
+    """The scan: warpgroups of the kernel for whole sequences, or walks of segments; its numbers; bytes of the arrays
+    that it needs beside the common workspace."""
+    items, heads = r.N * r.HV, items_for_choice(r)
     if saved == "operands":  # of the scan's blocks the reverse ones come first
         warpgroups = walk_warpgroups(heads, multiprocessors)
-        return (("scan", scan_kernel(warpgroups)),), {"scan_blocks": 2 // warpgroups * items}, {}
-    prepare = prepare_kernel(takes_float_gate(r), has_bounded_gate(r))
-    own: dict[str, float] = {"prepare_blocks": numbers["units"]}
+        return warpgroups, {"scan_blocks": 2 // warpgroups * items}, {}
     if saved == "maps" or chosen(r).backward_in_segments:
-        launches, sizes, more = scan_in_segments(r, saved == "maps")
-        return (("prepare", prepare), *launches), own | more, sizes
+        walks, sizes, own = scan_in_segments(r, saved == "maps", multiprocessors)
+        return walks, own | {"prepare_blocks": units}, sizes
     warpgroups = walk_warpgroups(2 * heads, multiprocessors)
-    own["scan_blocks"] = 4 // warpgroups * items
-    return (("prepare", prepare), ("scan", scan_kernel(warpgroups))), own, {}
+    return warpgroups, {"prepare_blocks": units, "scan_blocks": 4 // warpgroups * items}, {}
 
 
-def _gradients_in_second(r: Request, grouped: bool, wanted: InputGrads) -> dict[str, int]:
-    """The gradients that are yet to be summed (dq and dk of each value head, float32) or not wanted, with bytes: the
-    gradients kernel writes them to the buffer ``second``."""
-    found = {}
+def _numbers_of_family(r: Request) -> tuple[tuple[bool, bool], bool, int, dict[str, int]]:
+    """What does not depend on lengths: whether g is float32 and the gate bounded; whether q and k have groups of value
+    heads; the type of A_log; by array the bytes of a token of the gradient that the gradients kernel writes."""
+    grouped = r.HV != r.H
+    row_bytes = {}
     for x, width in (("q", r.K), ("k", r.K), ("v", r.V), ("g", r.K), ("beta", 1)):
-        summed = grouped and x in ("q", "k")
-        if summed or not getattr(wanted, x):
-            size = 4 if summed else ITEM_SIZES[r.spec(x).dtype]
-            found[f"d{x}"] = r.B * r.T * r.HV * width * size
-    return found
+        size = 4 if grouped and x in ("q", "k") else ITEM_SIZES[r.spec(x).dtype]
+        row_bytes[x] = r.HV * width * size
+    return gates_of(r), grouped, type_code(r, "A_log"), row_bytes
 
 
-def _place(name: str, in_saved: frozenset[str]) -> Value:
+_of_family = FamilyCache(_numbers_of_family)
+
+
+@cache
+def _in_second(grouped: bool, wanted: InputGrads) -> tuple[str, ...]:
+    """The arrays whose gradients are yet to be summed (dq and dk of each value head, float32) or not wanted: the
+    gradients kernel writes those to the buffer ``second``."""
+    return tuple(x for x in TOKENS if (grouped and x in ("q", "k")) or not getattr(wanted, x))
+
+
+def _in_saved(saved: str) -> tuple[str, ...]:
+    """Arrays that the forward has saved, given which."""
+    return {"operands": SAVED, "maps": ("maps", "starts")}.get(saved, ())
+
+
+@cache
+def _places_in_unit(operands_are_saved: bool) -> tuple[tuple[tuple[str, int], ...], int, int]:
+    """Where the arrays of the workspace lie if there is one unit, by the names of those numbers; bytes of a unit in
+    the buffers ``first`` and ``both``. All are multiples of 256, so with more units each is as many times that."""
+    places, first, both = saved_buffer(1)[0] if operands_are_saved else {}, Buffer(), Buffer()
+    for name, size in UNIT_BYTES.items():
+        if name not in places:
+            places[name] = (first if name in READ_BY_SCAN_ONLY else both).add(size)
+    return tuple((f"{name}_at", at) for name, at in places.items()), first.bytes, both.bytes
+
+
+def _place(name: str, saved: str) -> Value:
     """Where an array of the workspace lies."""
     buffer = (
         "saved"
-        if name in in_saved
+        if name in _in_saved(saved)
         else "both"
         if name in WORKSPACE and name not in READ_BY_SCAN_ONLY
         else "first"
@@ -159,32 +175,37 @@ def _place(name: str, in_saved: frozenset[str]) -> Value:
     return buffer, f"{name}_at"
 
 
-@cache
+@made_once
 def _first_program(
-    scan: Scan, in_saved: frozenset[str], more: frozenset[str], numbers: tuple[str, ...]
+    numbers: Iterable[str], float_gate: bool, bounded: bool, saved: str, scan: int | Walks
 ) -> Program:
-    """``more``: arrays that the scan needs beside the common workspace."""
-    fields: dict[str, Value] = {name: _place(name, in_saved) for name in (*WORKSPACE, *sorted(more))}
+    walks = scan if isinstance(scan, Walks) else None
+    more = SEGMENTS_WORKSPACE if walks and walks.maps else ()
+    fields: dict[str, Value] = {name: _place(name, saved) for name in (*WORKSPACE, *more)}
     fields["h0"] = "initial_state"
-    steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in scan]
-    return Program(steps, FIRST_ARRAYS, numbers)
+    kernels = {} if saved == "operands" else {"prepare": prepare_kernel(float_gate, bounded)}
+    kernels |= {"scan": scan_kernel(scan)} if isinstance(scan, int) else dict(scan.kernels())
+    steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in kernels.items()]
+    return Program(steps, FIRST_ARRAYS, tuple(numbers))
 
 
-@cache
+@made_once
 def _second_program(
-    grads: Kernel,
+    numbers: Iterable[str],
+    float_gate: bool,
+    bounded: bool,
     grouped: bool,
     wanted: InputGrads,
-    in_saved: frozenset[str],
-    in_second: frozenset[str],
-    parts: tuple[str, ...],
+    saved: str,
+    in_segments: bool,
     sums_to_caller: bool,
     packed: bool,
-    numbers: tuple[str, ...],
 ) -> Program:
+    """``in_segments``: numbers say how sequences are cut, which the kernels' parameters have room for."""
+    parts = [f"{x}_part" for x, is_wanted in (("dA", wanted.A_log), ("dbias", wanted.dt_bias)) if is_wanted]
     left = [name for name in WORKSPACE if name not in READ_BY_SCAN_ONLY]
-    fields: dict[str, Value] = {name: _place(name, in_saved) for name in left}
-    fields |= {name: ("second", f"{name}_at") for name in in_second}
+    fields: dict[str, Value] = {name: _place(name, saved) for name in left}
+    fields |= {f"d{x}": ("second", f"d{x}_at") for x in _in_second(grouped, wanted)}
     at: dict[str, Value] = {
         name: name if sums_to_caller else ("zeroed" if packed else "both", f"{name}_at") for name in parts
     }
@@ -192,6 +213,7 @@ def _second_program(
     steps: list[Launch | Clear] = []
     if packed and parts and not sums_to_caller:
         steps.append(Clear("zeroed", "zeroed_bytes"))
+    grads = grads_kernel(float_gate, grouped, bounded)
     steps.append(Launch("grads", grads, "grads_blocks", {"h0": "initial_state", **fields, **at, **absent}))
     for x in ("q", "k") if grouped else ():
         if getattr(wanted, x):
@@ -205,4 +227,4 @@ def _second_program(
         if "dbias_part" not in parts:
             sums |= {"d_bias": NOTHING, "bias_type": NOTHING}
         steps.append(Launch("sums", sums_kernel(), "HV", sums))
-    return Program(steps, SECOND_ARRAYS, numbers)
+    return Program(steps, SECOND_ARRAYS, tuple(numbers))

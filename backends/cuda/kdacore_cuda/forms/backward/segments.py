@@ -10,6 +10,9 @@ the gradient's part alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from kdacore.types import Request
 from kdacore_cuda.forms.backward.kernels import (
     scan_kernel,
@@ -17,12 +20,10 @@ from kdacore_cuda.forms.backward.kernels import (
     segment_maps_kernel,
     walk_warpgroups,
 )
-from kdacore_cuda.forms.chunk_numbers import CHUNK
+from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, backward_segment_chunks, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS, ITEM_SIZES
-from kdacore_cuda.request_encoding import chunk_flags
-from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.kernel import Kernel
 
 STATE = 128 * 128
@@ -40,37 +41,54 @@ def workspace_bytes(segments: int) -> dict[str, int]:
     return {name: segments * size * ITEM_SIZES[dtype] for name, (size, dtype) in WORKSPACE.items()}
 
 
+class Walks(NamedTuple):
+    """The kernels of a scan in segments. Without maps and chain no sequence has more than one segment."""
+
+    scan: int
+    """Warpgroups of a block."""
+    maps: int = 0
+    """Those of maps; 0: not launched."""
+    chain: int = 0
+    """Blocks per state; 0: not launched."""
+
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
+        """The launches with their names, in order."""
+        if self.maps:
+            yield "maps", segment_maps_kernel(self.maps)
+            yield "chain", segment_chain_kernel(self.chain)
+        yield "scan", scan_kernel(self.scan, in_segments=True)
+
+
 def scan_in_segments(
-    r: Request, saved: bool
-) -> tuple[list[tuple[str, Kernel]], dict[str, int], dict[str, float]]:
+    r: Request, saved: bool, multiprocessors: int
+) -> tuple[Walks, dict[str, int], dict[str, int]]:
     """The launches of the scan, bytes of the arrays they need, and their numbers.
 
     Args:
         r: the call.
         saved: the forward's maps and states of segments are there.
+        multiprocessors: of the device.
     """
-    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
+    items = r.N * r.HV
     lengths = (
         segment_lengths.lengths_of(r) if saved else SegmentLengths.uniform(backward_segment_chunks(items))
     )
     segments = lengths.segments(-(-r.T // CHUNK))
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
-    flags = chunk_flags(r) | (FLAGS["KEPT_MAPS"] if saved else 0)
-    numbers: dict[str, float] = {**lengths.parameters(segments), "flags": flags}
-    launches = []
+    flags = flags_of(r) | (FLAGS["KEPT_MAPS"] if saved else 0)
+    numbers = {**lengths.parameters(segments), "flags": flags}
+    scan_walks = 2 * slots * r.HV
+    walks = Walks(walk_warpgroups(scan_walks, multiprocessors))
+    numbers["scan_blocks"] = 2 // walks.scan * scan_walks
     if segments > 1:
         mapped = (slots if r.packed else r.N * (segments - 1)) * r.HV
-        walks = mapped if saved else 3 * mapped
+        maps = mapped if saved else 3 * mapped
         idle = 0 if r.packed or saved else items  # first segments have no A
-        warpgroups = walk_warpgroups(walks - idle, multiprocessors)
-        launches.append(("maps", segment_maps_kernel(warpgroups)))
-        numbers["maps_blocks"] = 2 // warpgroups * walks
         directions = 1 if saved else 2
         blocks = chain_blocks(directions * items, multiprocessors)
-        launches.append(("chain", segment_chain_kernel(blocks)))
-        numbers["chain_blocks"] = directions * blocks * items
-    walks = 2 * slots * r.HV
-    warpgroups = walk_warpgroups(walks, multiprocessors)
-    launches.append(("scan", scan_kernel(warpgroups, in_segments=True)))
-    numbers["scan_blocks"] = 2 // warpgroups * walks
-    return launches, workspace_bytes(slots * r.HV) if segments > 1 else {}, numbers
+        walks = Walks(walks.scan, walk_warpgroups(maps - idle, multiprocessors), blocks)
+        numbers |= {
+            "maps_blocks": 2 // walks.maps * maps,
+            "chain_blocks": directions * blocks * items,
+        }
+    return walks, workspace_bytes(slots * r.HV) if segments > 1 else {}, numbers

@@ -22,10 +22,14 @@ READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
 
 
 class Buffer:
-    """Arrays one after another, each at a multiple of 256 bytes from the buffer's start."""
+    """Arrays one after another, each at a multiple of 256 bytes from the buffer's start.
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    Args:
+        size: bytes of what is there already, a multiple of 256.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self.bytes = size
 
     def add(self, size: int) -> int:
         """The offset of an array of ``size`` bytes."""

@@ -8,22 +8,20 @@ are there. Flags in the workspace say so.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 
 from kdacore.types import Request
-from kdacore_cuda.forms.chunk_numbers import chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, gates_of
 from kdacore_cuda.forms.dataflow.kernels import (
     WALK_BLOCKS,
     prepare_blocks,
     prepare_units_kernel,
     walk_kernel,
 )
-from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES
 from kdacore_cuda.kernel_parameters import WALK
-from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
 
 UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
@@ -33,24 +31,23 @@ UNIT_FLAGS_BYTES = 8 * WALK_BLOCKS
 def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves (:func:`kdacore_cuda.choice.dataflow_serves`)."""
     numbers, items = chunk_numbers(r), r.N * r.HV
-    kernel = prepare_units_kernel(takes_float_gate(r), has_bounded_gate(r))
-    units = int(numbers["units"])
+    units, gates = numbers["units"], gates_of(r)
     numbers |= {
         "prepare_blocks": prepare_blocks(units, items, multiprocessors_of(r)),
         "walk_blocks": WALK_BLOCKS * items,
         "flags_at": units * CHUNK_OPERANDS_BYTES,
     }
-    program = _program(kernel, tuple(numbers))
     size = units * (CHUNK_OPERANDS_BYTES + UNIT_FLAGS_BYTES)
-    return Launches(program, numbers, arch_of(r), {"workspace": size})
+    return Launches(_program(numbers, *gates), numbers, arch_of(r), {"workspace": size})
 
 
-@cache
-def _program(prepare: Kernel, numbers: tuple[str, ...]) -> Program:
+@made_once
+def _program(numbers: Iterable[str], float_gate: bool, bounded: bool) -> Program:
     flags: dict[str, Value] = {"ready": ("workspace", "flags_at"), "launch": LAUNCH}
     walk = arguments_of(WALK) | flags | {"chunk_operands": "workspace"}
+    prepare = prepare_units_kernel(float_gate, bounded)
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"h0": NOTHING, "last": "workspace", **flags}),
         Launch("walk", walk_kernel(), "walk_blocks", walk),
     )
-    return Program(steps, FORWARD_ARRAYS, numbers)
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers))

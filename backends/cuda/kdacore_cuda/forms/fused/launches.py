@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, takes_float_gate
+from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, gates_of
 from kdacore_cuda.forms.fused.kernels import TAIL_BLOCKS, checkpoint_tail_kernel, chunk_forward_kernel
 from kdacore_cuda.forms.fused.workspace import workspace_bytes
-from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.kernel_parameters import CHECKPOINT_TAIL, CHUNK_FORWARD, STEP_TOKENS, TYPES
-from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
@@ -39,16 +38,16 @@ def launches_of(r: Request) -> Launches:
             "g_type": TYPES[g_type(r)],
         }
         used += 4 * r.checkpoint_count * r.HV * r.K * r.V
-    gates = has_bounded_gate(r), takes_float_gate(r)
+    float_gate, bounded = gates_of(r)
     kernel = chunk_forward_kernel(
-        *(r.K, clusters.size, *gates, arch), clusters.many_short, clusters.preparing > 0
+        *(r.K, clusters.size, bounded, float_gate, arch), clusters.many_short, clusters.preparing > 0
     )
-    program = _program(kernel, has_workspace, has_tail, tuple(numbers))
+    program = _program(numbers, kernel, has_workspace, has_tail)
     return Launches(program, numbers, arch, {"workspace": used})
 
 
-@cache
-def _program(kernel: Kernel, has_workspace: bool, has_tail: bool, numbers: tuple[str, ...]) -> Program:
+@made_once
+def _program(numbers: Iterable[str], kernel: Kernel, has_workspace: bool, has_tail: bool) -> Program:
     fields: dict[str, Value] = {**arguments_of(CHUNK_FORWARD), "launch": LAUNCH}
     if not has_workspace:  # the buffer is for the states before checkpoints alone
         fields["workspace"] = NOTHING
@@ -64,4 +63,4 @@ def _program(kernel: Kernel, has_workspace: bool, has_tail: bool, numbers: tuple
                 arguments_of(CHECKPOINT_TAIL) | {"mark_states": states},
             )
         )
-    return Program(steps, FORWARD_ARRAYS, numbers)
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers))

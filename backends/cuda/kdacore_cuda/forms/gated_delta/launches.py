@@ -3,12 +3,12 @@ head."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 
 from kdacore.types import Request
 from kdacore_cuda.forms.chunk_numbers import CHUNK, call_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
-from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.kernel_parameters import GATED_DELTA
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -31,7 +31,7 @@ def launches_of(r: Request) -> Launches:
     for name, divisor in (("h", r.H), ("group", r.HV // r.H), ("chunks", NT or 1)):
         numbers[f"{name}_factor"], numbers[f"{name}_shift"] = division(divisor)
     size = slots * r.HV * RECORD_BYTES
-    return Launches(_program(warpgroups, tuple(numbers)), numbers, arch_of(r), {"workspace": size})
+    return Launches(_program(numbers, warpgroups), numbers, arch_of(r), {"workspace": size})
 
 
 def walk_warpgroups(items: int, multiprocessors: int) -> int:
@@ -39,11 +39,11 @@ def walk_warpgroups(items: int, multiprocessors: int) -> int:
     return 1 if 2 * items <= multiprocessors else 2
 
 
-@cache
-def _program(warpgroups: int, numbers: tuple[str, ...]) -> Program:
+@made_once
+def _program(numbers: Iterable[str], warpgroups: int) -> Program:
     fields = arguments_of(GATED_DELTA) | {"records": "workspace"}
     steps = (
         Launch("records", records_kernel(), "record_blocks", fields),
         Launch("walk", walk_kernel(warpgroups), "walk_blocks", fields),
     )
-    return Program(steps, FORWARD_ARRAYS, numbers)
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.choice import RecurrentMode, recurrent_mode
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
 from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
@@ -20,6 +19,7 @@ from kdacore_cuda.request_encoding import (
     type_codes,
 )
 from kdacore_cuda.runtime.device_figures import arch_of
+from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
 
 ARRAYS = (
@@ -35,39 +35,59 @@ _FIELDS = {
     "has_initial": "has_initial_state",
     "writes": "write_indices",
 }
-_NUMBERS = (
-    *(*STRIDES, *ROWS, "hv_factor", "group_factor", "indices_row", "writes_row", "N", "T", "H", "HV"),
-    *("hv_shift", "group_shift", "fills_device", "null_index", "gate", "flags"),
-    *("qkv_type", "g_type", "beta_type", "bias_type", "scale", "lower_bound", "blocks"),
+_OF_TOKENS = (
+    *(*STRIDES, *ROWS, "hv_factor", "hv_shift", "group_factor", "group_shift", "T", "H", "HV", "null_index"),
+    *("gate", "flags", "qkv_type", "g_type", "beta_type", "bias_type", "scale", "lower_bound"),
 )
+"""Numbers that depend on no lengths but the tokens of a sequence."""
+_NUMBERS = (*_OF_TOKENS, "indices_row", "writes_row", "N", "fills_device", "blocks")
 
 
 def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     """The launch of a call by the kernel ``mode``, or by that for contiguous arrays."""
-    mode = chosen(r).mode if mode is None else mode
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", mode
-    dtypes, row = dtypes_of(r), r.HV * r.K * r.V
-    written = r.written_indices if r.inplace_state else ""
-    rows_read, rows_written = _width(r, dtypes, "state_indices"), _width(r, dtypes, written)
-    scatter = rows_written > 0 and r.spec(written).shape[1:] != () and (r.packed or r.T > 1)
+    # Besides the tokens the number of elements decides which kernel serves a call.
+    usual, common = _of_tokens(r, r.T, r.B * r.T * r.HV * r.K >> 31)
+    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", usual if mode is None else mode
+    numbers = {
+        **common,
+        "indices_row": _width(r, "state_indices", r.state_indices_ndim),
+        "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
+        "N": r.N,
+        "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
+        "blocks": grid_blocks(r, recurrent_tile(*kind)),
+    }
+    return Launches(_program(*kind), numbers, arch_of(r))
+
+
+def _axes_of_written(r: Request) -> int:
+    """Of the array with the rows that are written, 0 without."""
+    return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
+
+
+def _make_of_tokens(r: Request) -> tuple[RecurrentMode, dict[str, Any]]:
+    """The kernel for contiguous arrays, and the numbers :data:`_OF_TOKENS`."""
+    dtypes = dtypes_of(r)
+    written, axes = r.written_indices if r.inplace_state else "", _axes_of_written(r)
+    scatter = axes == 2 and (r.packed or r.T > 1)
     flags = (
         token_flags(r, dtypes)
         | FLAGS["SCALAR_GATE"] * r.scalar_gate
         | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
         | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
         | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
-        | FLAGS["INDEXED_OUT"] * (rows_written > 0 and not scatter)
-        | FLAGS["SCATTER_TOKENS"] * scatter
         | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
+        | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
     )
-    (hv_factor, hv_shift), (group_factor, group_shift) = division(r.HV), division(r.HV // r.H)
+    row = r.HV * r.K * r.V
     values = (
-        *(*contiguous_token_strides(r), row, row, hv_factor, group_factor, rows_read, rows_written),
-        *(r.N, r.T, r.H, r.HV, hv_shift, group_shift, r.N * r.HV >= FULL_DEVICE_ITEMS, r.null_index),
-        *(GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
-        *(r.scale, r.lower_bound or 0.0, grid_blocks(r, recurrent_tile(*kind))),
+        *(*contiguous_token_strides(r), row, row, *division(r.HV), *division(r.HV // r.H), r.T, r.H, r.HV),
+        *(r.null_index, GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
+        *(r.scale, r.lower_bound or 0.0),
     )
-    return Launches(_program(*kind), dict(zip(_NUMBERS, values, strict=True)), arch_of(r))
+    return recurrent_mode(r), dict(zip(_OF_TOKENS, values, strict=True))
+
+
+_of_tokens = FamilyCache(_make_of_tokens)
 
 
 @cache
@@ -76,9 +96,6 @@ def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Pr
     return Program((Launch("recurrent", kernel, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 
-def _width(r: Request, dtypes: Mapping[str, str], name: str) -> int:
-    """Rows that an index array names for each sequence; 0 if it was not given."""
-    if name not in dtypes:
-        return 0
-    shape = r.spec(name).shape
-    return shape[1] if len(shape) == 2 else 1
+def _width(r: Request, name: str, axes: int) -> int:
+    """Rows that an index array of so many axes names for each sequence; 0 if it was not given."""
+    return axes if axes < 2 else r.spec(name).shape[1]

@@ -7,12 +7,12 @@ its start). A sequence of one segment needs neither maps nor chain.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 
 from kdacore.types import Request
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
-from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of
+from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, gates_of
+from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.kernels import (
     chain_kernel,
@@ -28,9 +28,7 @@ from kdacore_cuda.forms.segments.kernels import (
 from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
 from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, PREPARE_MARKED, SEGMENT_LENGTHS, SEGMENTS
-from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
 
@@ -38,15 +36,15 @@ def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves."""
     numbers = chunk_numbers(r)
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    NT, lengths = int(numbers["NT"]), segment_lengths.lengths_of(r)
-    segments = lengths.segments(NT)
+    lengths = segment_lengths.lengths_of(r)
+    segments = lengths.segments(numbers["NT"])
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
-    units, marked_units = int(numbers["units"]), r.checkpoint_count * r.HV
+    units, marked_units = numbers["units"], r.checkpoint_count * r.HV
     keeps = keeps_maps(r, segments)
     per_segment = output_blocks(slots * r.HV, multiprocessors)
     from_zeros = not (r.has("initial_state") or r.pool_size)
     composes = from_zeros and not (r.packed or marked_units) and output_composes(segments, per_segment)
-    flags, blocks, mapped = int(numbers["flags"]), 0, 0
+    flags, blocks, mapped = numbers["flags"], 0, 0
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         if not composes:
@@ -77,9 +75,9 @@ def launches_of(r: Request) -> Launches:
         "chain_blocks": blocks * items,
         "output_blocks": per_segment * slots * r.HV,
     }
-    gates = takes_float_gate(r), has_bounded_gate(r)
-    output = output_kernel(per_segment, output_is_paired(items, per_segment, composes), composes)
-    program = _program(gates, marked_units > 0, segments > 1, blocks, output, keeps, tuple(numbers))
+    gates = gates_of(r)
+    output = per_segment, output_is_paired(items, per_segment, composes), composes
+    program = _program(numbers, *gates, marked_units > 0, segments > 1, blocks, output, keeps)
     buffers = {"workspace": addends_end if keeps else starts_end, "saved": starts_end if keeps else 0}
     return Launches(program, numbers, arch_of(r), buffers)
 
@@ -89,24 +87,25 @@ def keeps_maps(r: Request, segments: int) -> bool:
     return segments > 1 and chosen(r).saves == "maps"
 
 
-@cache
+@made_once
 def _program(
-    gates: tuple[bool, bool],
+    numbers: Iterable[str],
+    float_gate: bool,
+    bounded: bool,
     marked: bool,
     cut: bool,
     chain: int,
-    output: Kernel,
+    output: tuple[int, bool, bool],
     keeps: bool,
-    numbers: tuple[str, ...],
 ) -> Program:
-    """``gates``: of the kernel that prepares. ``cut``: there are maps. ``chain``: blocks a state, 0 without."""
+    """``cut``: there are maps. ``chain``: blocks a state, 0 without. ``output``: arguments of :func:`output_kernel`."""
     prepared: dict[str, Value] = {"last": ("workspace", "records_at"), "h0": NOTHING}
     prepared |= dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
     if marked:
-        prepare = prepare_marked_kernel(*gates)
+        prepare = prepare_marked_kernel(float_gate, bounded)
         prepared = arguments_of(PREPARE_MARKED) | prepared
     else:
-        prepare = segments_prepare_kernel(*gates)
+        prepare = segments_prepare_kernel(float_gate, bounded)
     buffer = "saved" if keeps else "workspace"
     fields: dict[str, Value] = {
         **arguments_of(SEGMENTS),
@@ -124,5 +123,5 @@ def _program(
         steps.append(Launch("maps", maps_kernel(), "map_blocks", fields))
     if chain:
         steps.append(Launch("chain", chain_kernel(chain), "chain_blocks", fields))
-    steps.append(Launch("output", output, "output_blocks", fields))
-    return Program(steps, FORWARD_ARRAYS, numbers, one_segment=not cut)
+    steps.append(Launch("output", output_kernel(*output), "output_blocks", fields))
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers), one_segment=not cut)

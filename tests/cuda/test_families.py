@@ -23,6 +23,7 @@ from kdacore_cuda.forms import chunk_launches
 from kdacore_cuda.forms.backward import gradients
 from kdacore_cuda.forms.backward import launches as backward
 from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.gated_delta import launches as gated_delta
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.forms.recurrent import launches as recurrent
 from kdacore_cuda.runtime import torch_launch
@@ -31,6 +32,7 @@ from kdacore_cuda.runtime.plan_cache import FamilyCache, PlanCache
 pytestmark = pytest.mark.quick
 
 HOPPER = Device("cuda", 0, "sm_90")
+RECURRENT_GDN = "fused_recurrent_gated_delta_rule"
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +57,12 @@ def drawn(seed: int) -> Request | None:
     """A random call on Hopper."""
     rng = np.random.default_rng(seed)
     call: CallDescription = random_case("reference", seed, "cpu", only=("torch",))
-    op = str(
-        rng.choice(["chunk_kda", "chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"])
-    )
+    op = str(rng.choice(["chunk_kda"] * 4 + ["chunk_gated_delta_rule", "fused_recurrent_kda", RECURRENT_GDN]))
     dtypes = {n: str(rng.choice(["bfloat16", "float32", "float16"])) for n in ("gate_dtype", "beta_dtype")}
-    H, K = int(rng.choice([1, 2, 4, 8, 16, 32])), 128 if op == "chunk_kda" else int(rng.choice([64, 128]))
+    H, K = (
+        int(rng.choice([1, 2, 4, 8, 16, 32])),
+        128 if op.startswith("chunk") else int(rng.choice([64, 128])),
+    )
     sizes: dict[str, Any] = {"H": H, "HV": H * int(rng.choice([1, 1, 2])), "K": K, "V": K}
     call = call.changed(op=op, dtype="bfloat16", **dtypes, state_dtype="float32", **sizes)
     suited = [name for name, pool in POOLS.items() if pool.suits(call.family)]
@@ -123,6 +126,8 @@ def types_of(name: str) -> tuple[str, ...]:
 
 
 def launches_of(r: Request) -> list[Launches]:
+    if r.op == "chunk_gated_delta_rule":
+        return [gated_delta.launches_of(r)]
     if r.op != "chunk_kda":
         return [recurrent.launches_of(r, mode) for mode in (None, RecurrentMode.GENERAL)]
     found = [chunk_launches.launches_of(r)]
@@ -160,7 +165,7 @@ def test_every_form_was_drawn() -> None:
         for r in () if request is None else others(request, np.random.default_rng(seed)):
             forms.add((chosen(r).form, r.needs_grad))
     expected = {(form, grad) for form in ("fused", "segments", "dataflow") for grad in (False, True)}
-    assert forms >= expected | {("kept", True), ("recurrent", False)}
+    assert forms >= expected | {("saved_operands", True), ("recurrent", False), ("gated_delta", False)}
 
 
 def test_a_family_cache_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

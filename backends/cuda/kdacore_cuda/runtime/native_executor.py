@@ -36,7 +36,8 @@ class NativeExecutor:
         native.kdacore_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _I64]
         native.kdacore_open.restype = ctypes.c_char_p
         native.kdacore_add_kernel.argtypes = [ctypes.c_uint64, ctypes.c_char_p, _SIZE]
-        native.kdacore_run.argtypes = [_P, _I64, ctypes.c_char_p, _I64, _P]
+        # Counts as pointers, which registers hold alike: ctypes takes half a microsecond for a c_int64.
+        native.kdacore_run.argtypes = [_P, _P, ctypes.c_char_p, _P, _P]
         native.kdacore_handle.argtypes = [ctypes.c_uint64, ctypes.c_char_p, _INT, _INT, ctypes.POINTER(_P)]
         native.kdacore_failure.restype = ctypes.POINTER(_Failure)
         wrong = native.kdacore_open(

@@ -27,7 +27,7 @@ from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
-from kdacore_cuda.forms.saved_operands import launches as forward_launches
+from kdacore_cuda.forms.saving_forward import launches as forward_launches
 from kdacore_cuda.forms.torch_forward import readable
 from kdacore_reference.oracle import oracle_backward, oracle_forward, to_float64
 
@@ -41,7 +41,7 @@ def call_of(case: Case, gates: str) -> tuple[Request, Request, ChunkInputs, Outp
     request, inputs, x = inputs_of(case, gates)
     plain = dataclasses.replace(request, needs_grad=True, disable_recompute=False)
     kept = dataclasses.replace(plain, disable_recompute=True)
-    if chosen(kept).form != "saved_operands":
+    if chosen(kept).form != "saving_forward":
         raise SystemExit(f"{case.name}: with {case.value_heads} value heads nothing is kept")
     return plain, kept, inputs, OutputGrads(made.output_gradient(case, x), None)
 

@@ -1,7 +1,8 @@
 """Write kdacore/api.py and kdacore/api.pyi: ``python -m codegen.public_api``.
 
-The signatures, what stands under ``Args:`` and the bodies come from the ops' definitions (kdacore/ops/arguments.py),
-all else from api.py.in. The stub, which type checkers read in place of the source, has one overload for each array
+The signatures, what stands under ``Args:`` and the bodies come from the ops' definitions
+(kdacore/ops/arguments_and_options.py), all else from api.py.in.
+The stub, which type checkers read in place of the source, has one overload for each array
 library: torch tensors come out where torch tensors went in. A test fails when either file is not what this program
 would write.
 """

@@ -1,4 +1,4 @@
-"""The ops: one definition each, of the arguments in :mod:`kdacore.ops.arguments`.
+"""The ops: one definition each, of the arguments in :mod:`kdacore.ops.arguments_and_options`.
 
 Everything that says what arguments an op takes derives from these; ``python -m codegen.public_api`` writes the public
 functions from them.
@@ -7,7 +7,7 @@ functions from them.
 from __future__ import annotations
 
 from kdacore import types as t
-from kdacore.ops.arguments import (
+from kdacore.ops.arguments_and_options import (
     A_LOG,
     CHUNK_ARRAYS,
     CHUNK_OPTIONS,

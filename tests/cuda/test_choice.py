@@ -73,7 +73,7 @@ FORMS: dict[str, tuple[Request, str]] = {
     ),
     "no recomputation": (
         call(64, disable_recompute=True, **TRAINING),
-        "saved_operands: disable_recompute, 64 heads",
+        "saving_forward: disable_recompute, 64 heads",
     ),
     "decoding": (
         dataclasses.replace(call(8, 1, B=32, N=32, state_indices_ndim=1), op="fused_recurrent_kda"),
@@ -163,7 +163,7 @@ def test_the_backward_is_cut_with_few_heads() -> None:
 
 def test_operands_are_saved_behind_that() -> None:
     saving = {"disable_recompute": True, **TRAINING}
-    assert [chosen(call(n, **saving)).form for n in (12, 13)] == ["segments", "saved_operands"]
+    assert [chosen(call(n, **saving)).form for n in (12, 13)] == ["segments", "saving_forward"]
     assert [chosen(call(n, **saving)).saves for n in (12, 13)] == ["maps", "operands"]
     for change in (
         {"disable_recompute": False},
@@ -329,7 +329,7 @@ TEXTS: dict[str, tuple[Request, str]] = {
     ),
     "saved operands": (
         call(64, disable_recompute=True, **TRAINING),
-        "saved_operands: disable_recompute, 64 heads; backward from what the forward saves",
+        "saving_forward: disable_recompute, 64 heads; backward from what the forward saves",
     ),
     "from JAX": (
         call(4, kind="jax", **TRAINING),
@@ -385,9 +385,9 @@ def small_device(monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> Any:
         (1, BOUNDED_MODEL, False, "segments", ["prepare", "output"]),
         (1, MODEL, False, "dataflow", ["prepare_units", "walk"]),
         (2, BOUNDED_MODEL, False, "fused", ["chunk_forward"]),
-        (1, BOUNDED_MODEL | {"disable_recompute": True}, True, "saved_operands", ["prepare", "scan_outputs"]),
+        (1, BOUNDED_MODEL | {"disable_recompute": True}, True, "saving_forward", ["prepare", "scan_outputs"]),
     ],
-    ids=["segments", "dataflow", "fused", "saved_operands"],
+    ids=["segments", "dataflow", "fused", "saving_forward"],
 )
 def test_a_call_launches_the_kernels_of_its_form(
     small_device: list[str],

@@ -29,8 +29,8 @@ from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.backward.kernels import scan_kernel, scan_outputs_kernel, walk_warpgroups
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.saved_operands import launches as kept_launches
-from kdacore_cuda.forms.saved_operands import workspace as saved_operands
+from kdacore_cuda.forms.saving_forward import launches as kept_launches
+from kdacore_cuda.forms.saving_forward import workspace as saving_forward
 from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
@@ -95,7 +95,7 @@ def check(inputs: ChunkInputs, launched: list[str], *, gradients_too: bool = Tru
     (buffer,) = out.saved
     units = int(plan_of(request).numbers["units"])
     assert buffer.dtype == torch.uint8 and buffer.shape == (units * 133376,)
-    kept = {name: buffer[at:] for name, at in saved_operands.saved_buffer(units)[0].items()}
+    kept = {name: buffer[at:] for name, at in saving_forward.saved_buffer(units)[0].items()}
     assert grads.o is not None
     for name, x in recomputed(request, inputs, grads.o).items():
         if name in ("dh", "dr"):
@@ -307,10 +307,10 @@ def test_which_calls_keep_something(emulated: list[str], monkeypatch: pytest.Mon
 
 def test_memory() -> None:
     """Bytes of a chunk and value head: 2084 a token. The places are those of the buffer."""
-    places, size = saved_operands.saved_buffer(3)
+    places, size = saving_forward.saved_buffer(3)
     assert size == 3 * 133376 == 3 * 64 * 2084
-    assert list(places) == list(saved_operands.SAVED) and all(at % 256 == 0 for at in places.values())
-    assert saved_operands.saved_buffer(8192 * 64 // 64)[1] == 1092616192  # B1 T8192 H64
+    assert list(places) == list(saving_forward.SAVED) and all(at % 256 == 0 for at in places.values())
+    assert saving_forward.saved_buffer(8192 * 64 // 64)[1] == 1092616192  # B1 T8192 H64
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])

@@ -165,7 +165,7 @@ def test_every_form_was_drawn() -> None:
         for r in () if request is None else others(request, np.random.default_rng(seed)):
             forms.add((chosen(r).form, r.needs_grad))
     expected = {(form, grad) for form in ("fused", "segments", "dataflow") for grad in (False, True)}
-    assert forms >= expected | {("saved_operands", True), ("recurrent", False), ("gated_delta", False)}
+    assert forms >= expected | {("saving_forward", True), ("recurrent", False), ("gated_delta", False)}
 
 
 def test_a_family_cache_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

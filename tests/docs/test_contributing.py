@@ -100,7 +100,7 @@ assert "audit: look at the results once more." in kdacore.chunk_kda.__doc__
 print("served by", ran[0].backend)
 """
 CHANGED = {
-    "kdacore/ops/arguments.py",
+    "kdacore/ops/arguments_and_options.py",
     "kdacore/api.py",
     "kdacore/api.pyi",
     "backends/reference/kdacore_reference/__init__.py",

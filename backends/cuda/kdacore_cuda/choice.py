@@ -111,7 +111,7 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
     amount = amount_of(r)
     cut = use_segments_backward(items, multiprocessors)
     if saves_operands(r, multiprocessors):
-        return Choice("saved_operands", f"disable_recompute, {amount}", None, "operands", cut)
+        return Choice("saving_forward", f"disable_recompute, {amount}", None, "operands", cut)
     if not has_hopper_kernel(r.K, device.arch):
         clusters = choose_clusters(r, device)
         return Choice("fused", f"{amount}, portable kernel for {device.arch}, K={r.K}", clusters, "", cut)

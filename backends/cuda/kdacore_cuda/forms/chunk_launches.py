@@ -11,7 +11,7 @@ from kdacore_cuda.forms.launches import Launches
 
 _LAUNCHES: Mapping[str, Callable[[Request], Launches]] = {
     form: lazy_function(__package__, f"{form}.launches", "launches_of")
-    for form in ("dataflow", "fused", "saved_operands", "segments")
+    for form in ("dataflow", "fused", "saving_forward", "segments")
 }
 """Each is imported by the first call that it serves."""
 

@@ -33,7 +33,7 @@ def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grad
         request: the call that the forward served; bfloat16 q, k, v, K = V = 128.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` says.
         saved: what the forward saved, or nothing: then it is recomputed, to the same bits
-            (:mod:`kdacore_cuda.forms.saved_operands.workspace`), or in other segments
+            (:mod:`kdacore_cuda.forms.saving_forward.workspace`), or in other segments
             (:mod:`kdacore_cuda.forms.segments.workspace`).
         grads: those of ``o`` ``[B, T, HV, V]`` and of ``final_state`` (``request.state_shape``);
             either may be None.

@@ -1,7 +1,7 @@
 """The launches of the chunk backward on Hopper as data.
 
 Everything is recomputed from the inputs, where the forward has saved nothing
-(:mod:`kdacore_cuda.forms.saved_operands.workspace`, :mod:`kdacore_cuda.forms.segments.workspace`), in two groups, so
+(:mod:`kdacore_cuda.forms.saving_forward.workspace`, :mod:`kdacore_cuda.forms.segments.workspace`), in two groups, so
 that memory of the first can become gradients. The first: prepare (operands of each chunk) and scan (states forward and
 their gradients in reverse, side by side in one grid; with few heads in segments,
 :mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each chunk), and sums (over the
@@ -30,7 +30,7 @@ from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES,
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, gates_of
 from kdacore_cuda.forms.launches import TOKENS, Launches, made_once
-from kdacore_cuda.forms.saved_operands.workspace import SAVED, saved_buffer
+from kdacore_cuda.forms.saving_forward.workspace import SAVED, saved_buffer
 from kdacore_cuda.forms.segments import workspace as saved_maps
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import items_for_choice, type_code

@@ -1,5 +1,5 @@
-"""The launches of the saved_operands form as data: prepare, and states with outputs. What they leave in the
-backward's workspace is saved for it (:mod:`kdacore_cuda.forms.saved_operands.workspace`)."""
+"""The launches of the saving_forward form as data: prepare, and states with outputs. What they leave in the
+backward's workspace is saved for it (:mod:`kdacore_cuda.forms.saving_forward.workspace`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdacore_cuda.forms.backward.kernels import (
 )
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, gates_of
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, made_once
-from kdacore_cuda.forms.saved_operands.workspace import SAVED, saved_buffer
+from kdacore_cuda.forms.saving_forward.workspace import SAVED, saved_buffer
 from kdacore_cuda.request_encoding import items_for_choice
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Program, Value

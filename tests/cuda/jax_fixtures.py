@@ -11,7 +11,7 @@ from emulated_backend import NAME, Plugin
 from kdacore.registry import REGISTRY
 
 OPS = (
-    *("chunk_kda", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"),
+    *("chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"),
     *("kda_chunk_intra", "kda_recompute_w_u"),
 )
 HANDLERS = {"native": emulation.native_handler, "python": emulation.python_handler}

@@ -11,7 +11,10 @@ from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
 from kdacore.testing.suite import run_case
 
-QUICK = ("chunk_kda-accuracy-jit-", "chunk_kda-causality_append-base", "fused_recurrent_kda-pool")
+QUICK = (
+    *("chunk_kda-accuracy-jit-", "chunk_kda-causality_append-base", "chunk_gated_delta_rule-accuracy-jit-"),
+    "fused_recurrent_kda-pool",
+)
 """Cases that are run always, one of each; the others with the exhaustive tests. The first has heads for which there is
 no backward: traced, and differentiated by nobody, it is served."""
 

@@ -110,11 +110,11 @@ def make_backend() -> Backend:
         slices=_lazy("forms.slices.functions", "slice_functions"),
     )
     gated_delta = _op(
-        forward=_lazy("forms.gated_delta.forward", "forward"),
+        forward=_by_kind(_lazy("forms.gated_delta.forward", "forward"), _lazy("jax.forward", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
         verifiers=(
             *_COMMON,
-            *_verifiers("torch_arrays", "hopper", "head_dim_128", "chunk_forward_dtype", "sequence_length"),
+            *_verifiers("hopper", "head_dim_128", "chunk_forward_dtype", "sequence_length"),
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
     )

@@ -136,14 +136,6 @@ def gradients(request: Request) -> Reason | None:
 
 
 @common.reads_no_lengths
-def torch_arrays(request: Request) -> Reason | None:
-    """The gated delta rule's kernels are not called from JAX yet."""
-    if request.kind == "torch":
-        return None
-    return Reason("array_kind", "has this op for torch tensors only", request.kind, "torch")
-
-
-@common.reads_no_lengths
 def hopper(request: Request) -> Reason | None:
     """The gated delta rule's kernels use warpgroup products."""
     arch = request.device.arch

@@ -15,6 +15,8 @@ from kdacore.types import (
     Request,
 )
 from kdacore_cuda.forms import chunk_launches
+from kdacore_cuda.forms.gated_delta import launches as gated_delta_launches
+from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.forms.recurrent import launches as recurrent_launches
 from kdacore_cuda.forms.stages import launches as stage_launches
 from kdacore_cuda.jax.batching import Arrays, run_batched
@@ -23,11 +25,10 @@ from kdacore_cuda.jax.partitioning import run_partitioned
 
 
 def forward(request: Request, inputs: ChunkInputs | RecurrentInputs) -> Outputs:
-    """``chunk_kda``, ``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule`` on traced arrays of CUDA devices.
+    """Whole ops, chunked or recurrent, on traced arrays of CUDA devices.
 
     Args:
-        request: as of :func:`kdacore_cuda.forms.chunk_forward.forward` or
-            :func:`kdacore_cuda.forms.recurrent.forward.forward`.
+        request: as of the op's ``forward`` in :mod:`kdacore_cuda.forms`.
         inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` or
             :class:`kdacore.types.RecurrentInputs` says.
 
@@ -53,7 +54,6 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
 
 
 def _run(r: Request, arrays: Arrays, groups: int) -> Arrays:
-    form = chunk_launches if r.op == "chunk_kda" else recurrent_launches
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     in_place = {"final_state": r.written_pool} if r.inplace_state else {}
     if r.output_final_state and not in_place:
@@ -63,8 +63,14 @@ def _run(r: Request, arrays: Arrays, groups: int) -> Arrays:
         results["checkpoints"] = r.checkpoint_shape, r.state_dtype
         if r.packed or r.pool_size:  # no kernel writes the unused rows
             cleared.append("checkpoints")
-    found = make_launches(r, form.launches_of(r), arrays, results, in_place, cleared)
+    found = make_launches(r, _launches_of(r), arrays, results, in_place, cleared)
     return {name: found[name] for name in (*results, *in_place)}
+
+
+def _launches_of(r: Request) -> Launches:
+    if r.op.startswith("fused_recurrent"):
+        return recurrent_launches.launches_of(r)
+    return gated_delta_launches.launches_of(r) if r.scalar_gate else chunk_launches.launches_of(r)
 
 
 def _run_stage(r: Request, arrays: Arrays, groups: int) -> Arrays:

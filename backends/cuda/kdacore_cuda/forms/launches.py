@@ -87,7 +87,8 @@ class Launches(NamedTuple):
 
 
 def batch_strides(r: Request, common: Mapping[str, int]) -> dict[str, int]:
-    """Those of contiguous arrays, given numbers of the call's family, with the strides of tokens among them."""
+    """Batch strides of contiguous arrays, in elements. ``common``: the numbers of the call's family, which include the
+    token strides."""
     T = r.T
     return {
         "q_sb": T * common["q_st"],

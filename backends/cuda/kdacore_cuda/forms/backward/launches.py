@@ -201,7 +201,7 @@ def _second_program(
     sums_to_caller: bool,
     packed: bool,
 ) -> Program:
-    """``in_segments``: numbers say how sequences are cut, which the kernels' parameters have room for."""
+    """``in_segments``: the call's numbers include the lengths of segments, which the kernels' parameters have."""
     parts = [f"{x}_part" for x, is_wanted in (("dA", wanted.A_log), ("dbias", wanted.dt_bias)) if is_wanted]
     left = [name for name in WORKSPACE if name not in READ_BY_SCAN_ONLY]
     fields: dict[str, Value] = {name: _place(name, saved) for name in left}

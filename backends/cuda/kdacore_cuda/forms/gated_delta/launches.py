@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kdacore.types import Request
-from kdacore_cuda.forms.chunk_numbers import CHUNK, call_numbers, chunk_slots
+from kdacore_cuda.forms.backward.kernels import walk_warpgroups
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.kernel_parameters import GATED_DELTA
@@ -20,23 +21,17 @@ RECORD_BYTES = 2 * 64 * 64 * 2 + 4 * 4 * 20 * 4 + 16
 
 def launches_of(r: Request) -> Launches:
     """The launches of a call; bfloat16 q, k and v, K = V = 128."""
-    NT, slots, items = -(-r.T // CHUNK), chunk_slots(r), r.N * r.HV
+    slots, items = chunk_slots(r), r.N * r.HV
     warpgroups = walk_warpgroups(items, multiprocessors_of(r))
-    numbers = call_numbers(r) | {
-        "NT": NT,
+    numbers = chunk_numbers(r) | {
         "g_type": type_code(r, "g"),
         "record_blocks": slots * r.H,
         "walk_blocks": 2 // warpgroups * items,
     }
-    for name, divisor in (("h", r.H), ("group", r.HV // r.H), ("chunks", NT or 1)):
+    for name, divisor in (("h", r.H), ("group", r.HV // r.H)):
         numbers[f"{name}_factor"], numbers[f"{name}_shift"] = division(divisor)
     size = slots * r.HV * RECORD_BYTES
     return Launches(_program(numbers, warpgroups), numbers, arch_of(r), {"workspace": size})
-
-
-def walk_warpgroups(items: int, multiprocessors: int) -> int:
-    """Warpgroups of a walking block, for so many sequences and value heads: 2 where they fill the device anyway."""
-    return 1 if 2 * items <= multiprocessors else 2
 
 
 @made_once

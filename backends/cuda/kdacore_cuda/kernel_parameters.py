@@ -219,6 +219,25 @@ GATED_DELTA = ParamStruct(
 """Parameters of both launches of the gated delta rule, csrc/sm90/gated_delta. ``records``: what the first leaves for
 the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT."""
 
+GATED_DELTA_GRADIENTS = ParamStruct(
+    "GatedDeltaGradients",
+    (
+        *_fields("ptr", "d_o d_ht d_h0 u states state_grads"),
+        *_fields("ptr", "dq dk dv dg dbeta dA_part dbias_part"),
+        *_fields("i64", "units"),
+    ),
+)
+GATED_DELTA_BACKWARD = ParamStruct(
+    "GatedDeltaBackwardParams",
+    (*GATED_DELTA_GRADIENTS.fields, *GATED_DELTA.fields),
+    (GATED_DELTA_GRADIENTS, GATED_DELTA),
+)
+"""Parameters of the launches that keep what a backward needs, and of the backward's own: those of the forward and
+more. ``u``, ``states``, ``state_grads``: the workspace, csrc/sm90/gated_delta/backward_workspace.cuh. ``d_o``
+``[B, T, HV, V]`` and all gradients are contiguous; ``d_ht`` and ``d_h0`` are ``[N, HV, ...]`` in the states' layout
+and dtype, 0 where there is none. ``dA_part`` and ``dbias_part`` are float32 ``[slots, HV]``, times
+:data:`SUM_SCALE`. ``units``: chunk slots times H."""
+
 CHECKPOINT_TAIL = ParamStruct(
     "CheckpointTailParams",
     (
@@ -248,7 +267,7 @@ like x but contiguous. ``rows``: B * T * H."""
 
 _FLAGS = """
 L2NORM BETA_SIGMOID NEG_EIGVAL V_FIRST STATE_BF16 CU64 INDEX64 ACCEPTED64 SCATTER_TOKENS INDEXED_OUT SCALAR_GATE
-WRITES64 CLEAR_TAIL MARK_OFFSETS64 MARK_ROWS64 KEPT_MAPS EARLY_OUTPUT KEEP_STARTS
+WRITES64 CLEAR_TAIL MARK_OFFSETS64 MARK_ROWS64 KEPT_MAPS EARLY_OUTPUT KEEP_STARTS NONZERO_BETA
 """
 FLAGS: dict[str, int] = {name: 1 << bit for bit, name in enumerate(_FLAGS.split())}
 """Bits of ``flags``. ``INDEXED_OUT``: final states go to the pool rows that ``writes`` names. ``SCATTER_TOKENS``: the
@@ -256,7 +275,8 @@ state after every token goes to its own pool row. ``SCALAR_GATE``: one decay per
 ``CLEAR_TAIL``: rows of ``o`` beyond the last offset of a pack are to be zero. ``KEPT_MAPS``: a backward takes each
 segment's map of the state, and the state at its start, from what the forward kept. ``EARLY_OUTPUT``: the
 launch that chains segments lets the next one begin, which loads operands on multiprocessors that are idle.
-``KEEP_STARTS``: a launch that finds the states at the start of segments itself stores them for the backward."""
+``KEEP_STARTS``: a launch that finds the states at the start of segments itself stores them for the backward.
+``NONZERO_BETA``: a beta below 2^-64 counts as 2^-64, so that what is divided by it is finite."""
 
 GATES: dict[str, int] = {"log": 0, "softplus": 1, "sigmoid": 2}
 TYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -297,6 +317,9 @@ def generated_headers() -> Mapping[str, str]:
         "segment_params": SEGMENTS.header(),
         "transition_params": TRANSITION.header(),
         "gated_delta_params": GATED_DELTA.header(),
+        "gated_delta_backward_params": '#include "generated/gated_delta_params.cuh"\n'
+        + GATED_DELTA_GRADIENTS.header()
+        + GATED_DELTA_BACKWARD.header(),
         "walk_params": WALK.header(),
         "checkpoint_tail_params": CHECKPOINT_TAIL.header(),
         "steps": f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"

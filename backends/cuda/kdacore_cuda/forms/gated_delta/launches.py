@@ -15,7 +15,7 @@ from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Program
 
-RECORD_BYTES = 2 * 64 * 64 * 2 + 4 * 4 * 20 * 4 + 16
+RECORD_BYTES = 2 * 64 * 64 * 2 + 3 * 4 * 20 * 4 + 16 + 4 * 64 * 4
 """Of a chunk and value head: ``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
 
 

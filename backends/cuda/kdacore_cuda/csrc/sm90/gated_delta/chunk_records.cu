@@ -20,9 +20,13 @@ struct PairBlock {
   float4 x[2][32];
 };
 struct HeadFactors {
-  float beta[C], own[C], sum[C];  // beta, beta / |k|, log2 decays from the chunk's start
+  float own[C];  // beta / |k|
   RecordFactors record;
+  HeadScalars scalars;
 };
+static_assert(OFFSET(HeadFactors, scalars) - OFFSET(HeadFactors, record) ==
+                  OFFSET(ChunkRecord, head) - OFFSET(ChunkRecord, factors),
+              "one copy to the record");
 struct TeamMemory {
   RecordImages record;
   TriangularSystem system;
@@ -38,7 +42,7 @@ struct SharedMemory {
     };
   };
   TeamMemory teams[TEAMS];
-  float k_norm[C], q_factor[C];  // 1 / |k|, scale / |q|
+  KeyScalars key;
 };
 KDA_SHARED_BYTES(sizeof(SharedMemory));
 static_assert(2 * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "a multiprocessor has no room for two blocks");
@@ -158,21 +162,21 @@ __device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const Ke
   }
   sum_decays(sum, lane);
   const float last = shuffle(sum[1], 31);
-  const float2 k_norm = load_shared2(shared + OFFSET(SharedMemory, k_norm) + 8 * lane),
-               q_factor = load_shared2(shared + OFFSET(SharedMemory, q_factor) + 8 * lane);
+  const float2 k_norm = load_shared2(shared + OFFSET(SharedMemory, key.k_norm) + 8 * lane),
+               q_factor = load_shared2(shared + OFFSET(SharedMemory, key.q_factor) + 8 * lane);
   const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])},
               own[2] = {beta[0] * k_norm.x, beta[1] * k_norm.y};
   const u32 record = head + OFFSET(HeadFactors, record), factors = record + factor_offset(lane),
             row = head + 8 * lane;
   store_shared(factors + OFFSET(RecordFactors, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
-  store_shared(factors + OFFSET(RecordFactors, own), own[0], own[1]);
   store_shared(factors + OFFSET(RecordFactors, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
-  store_shared(factors + OFFSET(RecordFactors, to_end), exp2_fast(last - sum[0]), exp2_fast(last - sum[1]));
+  store_shared(factors + OFFSET(RecordFactors, to_end), own[0] * exp2_fast(last - sum[0]),
+               own[1] * exp2_fast(last - sum[1]));
   if (lane < 4)
     store_shared(record + OFFSET(RecordFactors, last) + 4 * lane, __float_as_uint(exp2_fast(last)));
-  store_shared(row + OFFSET(HeadFactors, beta), beta[0], beta[1]);
   store_shared(row + OFFSET(HeadFactors, own), own[0], own[1]);
-  store_shared(row + OFFSET(HeadFactors, sum), sum[0], sum[1]);
+  store_shared(row + OFFSET(HeadFactors, scalars.sum), sum[0], sum[1]);
+  store_shared(row + OFFSET(HeadFactors, scalars.beta), beta[0], beta[1]);
 }
 
 __device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_block, int lane) {
@@ -198,8 +202,7 @@ __device__ __forceinline__ void each_decayed_block(u32 pairs, u32 row, u32 colum
       const float4 x = load_shared4(pair_block(pairs, row_block, j) + 512 * n + 16 * lane);
       const float pair[4] = {x.x, x.y, x.z, x.w};
       const u32 at = 4 * (16 * j + 8 * n + 2 * t);
-      const float2 sum = load_shared2(sums + at),
-                   by = column ? load_shared2(column + at) : float2{1.0f, 1.0f};
+      const float2 sum = load_shared2(sums + at), by = load_shared2(column + at);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float y = pair[e] * by_row[e >> 1] * (e & 1 ? by.y : by.x) *
@@ -215,17 +218,17 @@ __device__ __forceinline__ void each_decayed_block(u32 pairs, u32 row, u32 colum
 // One value head, by a team of four warps.
 __device__ __forceinline__ void make_record(const GatedDeltaParams& p, u32 shared, u32 head, u32 team,
                                             u64 record, int team_index, int row_block, int lane) {
-  const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, sum),
-            k_norm = shared + OFFSET(SharedMemory, k_norm),
-            q_factor = shared + OFFSET(SharedMemory, q_factor), pairs = shared + OFFSET(SharedMemory, pairs),
-            system = team + OFFSET(TeamMemory, system), images = team + OFFSET(TeamMemory, record);
-  each_decayed_block(pairs, own, k_norm, sums, row_block, 0, lane,
+  const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, scalars.sum),
+            k_norm = shared + OFFSET(SharedMemory, key.k_norm),
+            q_factor = shared + OFFSET(SharedMemory, key.q_factor),
+            pairs = shared + OFFSET(SharedMemory, pairs), system = team + OFFSET(TeamMemory, system),
+            images = team + OFFSET(TeamMemory, record);
+  each_decayed_block(pairs, k_norm, own, sums, row_block, 0, lane,
                      [&](int j, const float (&x)[2][4]) { store_system(system, row_block, j, x, lane); });
   sync_warp();
   const u32 t = images + OFFSET(RecordImages, t);
-  const InverseFactors factors = {k_norm, head + OFFSET(HeadFactors, beta)};
-  invert_diagonal(system, t, factors, row_block, lane);
-  each_decayed_block(pairs + 10 * (u32)sizeof(PairBlock), q_factor, 0, sums, row_block, 1, lane,
+  invert_diagonal(system, t, row_block, lane);
+  each_decayed_block(pairs + 10 * (u32)sizeof(PairBlock), q_factor, own, sums, row_block, 1, lane,
                      [&](int j, const float (&x)[2][4]) {
                        u32 r[4];
                        pack_tiles(x[0], x[1], r);
@@ -233,13 +236,15 @@ __device__ __forceinline__ void make_record(const GatedDeltaParams& p, u32 share
                                      r);
                      });
   sync_threads(1 + team_index, 32 * TEAM_WARPS);
-  merge_column(system, t, factors, row_block, lane);
+  merge_column(system, t, row_block, lane);
   fence_async_proxy();
   sync_threads(1 + team_index, 32 * TEAM_WARPS);
   if (row_block == 0 && lane == 0) {
     copy_out(reinterpret_cast<void*>(record), images, sizeof(RecordImages));
     copy_out(reinterpret_cast<void*>(record + OFFSET(ChunkRecord, factors)),
-             head + OFFSET(HeadFactors, record), sizeof(RecordFactors));
+             head + OFFSET(HeadFactors, record), sizeof(RecordFactors) + sizeof(HeadScalars));
+    copy_out(reinterpret_cast<void*>(record + OFFSET(ChunkRecord, key)), shared + OFFSET(SharedMemory, key),
+             sizeof(KeyScalars));
     copy_out_commit();
     copy_out_wait_read<0>();
   }
@@ -277,7 +282,8 @@ KDA_KERNEL(THREADS, 2) chunk_records(KDA_PARAM GatedDeltaParams p) {
     float square[2];
     multiply_pairs(products, square, of_keys ? keys : queries, keys, row_block, lane);
     if ((lane & 3) == 0) {
-      const u32 to = shared + (of_keys ? OFFSET(SharedMemory, k_norm) : OFFSET(SharedMemory, q_factor));
+      const u32 to =
+          shared + (of_keys ? OFFSET(SharedMemory, key.k_norm) : OFFSET(SharedMemory, key.q_factor));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
@@ -285,6 +291,7 @@ KDA_KERNEL(THREADS, 2) chunk_records(KDA_PARAM GatedDeltaParams p) {
                      __float_as_uint(of_keys ? norm : p.scale * norm));
       }
     }
+    fence_async_proxy();  // bulk copies read the factors
     sync_block();
     const u32 pairs = shared + OFFSET(SharedMemory, pairs) + (of_keys ? 0 : 10 * (u32)sizeof(PairBlock));
 #pragma unroll

@@ -19,9 +19,12 @@ __device__ __forceinline__ float log2_decay(const GatedDeltaParams& p, const Hea
   return max_or_nan(step, LOWEST_STEP);
 }
 
+constexpr float LEAST_BETA = 0x1p-64f;  // FLAG_NONZERO_BETA
 __device__ __forceinline__ float activate_beta(const GatedDeltaParams& p, float beta) {
   if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
-  return p.flags & FLAG_NEG_EIGVAL ? 2.0f * beta : beta;
+  if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
+  if (p.flags & FLAG_NONZERO_BETA && fabsf(beta) < LEAST_BETA) return beta < 0.0f ? -LEAST_BETA : LEAST_BETA;
+  return beta;
 }
 
 // This lane's two neighbouring tokens of the chunk, in the order of tokens over the warp: log2 decays summed from the

@@ -51,31 +51,23 @@ __device__ __forceinline__ void store_system(u32 system, int row_block, int j, c
   }
 }
 
-// Factors of the rows and columns of the inverse, addresses of 64 floats.
-struct InverseFactors {
-  u32 row, column;
-};
-
 // D of a block, and below its diagonal what goes to the image `to`. One column a lane, both halves of the warp compute
 // the same; each stores half of the rows.
-__device__ __forceinline__ void invert_diagonal(u32 system, u32 to, const InverseFactors& factors, int block,
-                                                int lane) {
+__device__ __forceinline__ void invert_diagonal(u32 system, u32 to, int block, int lane) {
   const u32 from = system + OFFSET(TriangularSystem, diagonal) + 4 * 16 * DIAGONAL_PITCH * block;
   const int j = lane & 15, half = lane >> 4;
   float x[16];
   invert_column(x, j, [&](int i, int m) { return from + 4 * (DIAGONAL_PITCH * i + m); });
-  const float by_column = load_shared1(factors.column + 4 * (16 * block + j));
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = i + 8 * half;
     const float y = half ? x[i + 8] : x[i];
-    const float by_row = load_shared1(factors.row + 4 * (16 * block + row));
     const u32 at = swizzled(16 * block + row, 2 * block + (j >> 3)) + 2 * (j & 7);
     u32 high, low;
     split(y, 0.0f, high, low);
     store_shared16(system + OFFSET(TriangularSystem, high) + at, high);
     store_shared16(system + OFFSET(TriangularSystem, low) + at, low);
-    store_shared16(to + at, pack_bf16(row > j ? y * by_row * by_column : 0.0f, 0.0f));
+    store_shared16(to + at, pack_bf16(row > j ? y : 0.0f, 0.0f));
   }
 }
 
@@ -88,13 +80,9 @@ __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u3
   for (int n = 0; n < 2; ++n) mma_split(d[n], x, high[2 * n], high[2 * n + 1], low[2 * n], low[2 * n + 1]);
 }
 
-// Block column `c` below the diagonal, times its factors, to the image `to`.
-__device__ __forceinline__ void merge_column(u32 system, u32 to, const InverseFactors& factors, int c,
-                                             int lane) {
+// Block column `c` below the diagonal to the image `to`.
+__device__ __forceinline__ void merge_column(u32 system, u32 to, int c, int lane) {
   const u32 high = system + OFFSET(TriangularSystem, high), low = system + OFFSET(TriangularSystem, low);
-  const int g = lane >> 2, t = lane & 3;
-  const float by_column[2] = {load_shared1(factors.column + 4 * (16 * c + g)),
-                              load_shared1(factors.column + 4 * (16 * c + g + 8))};
   Split x[3];
   load_matrix4_transposed(x[0].high, tiles_by_row(high, c, c, lane));
   load_matrix4_transposed(x[0].low, tiles_by_row(low, c, c, lane));
@@ -107,19 +95,14 @@ __device__ __forceinline__ void merge_column(u32 system, u32 to, const InverseFa
       add_product(sum, x[m], tiles_by_row(high, c + b, c + m, lane), tiles_by_row(low, c + b, c + m, lane));
     add_product(found, split_tiles(sum[0], sum[1]), tiles_by_row(high, c + b, c + b, lane),
                 tiles_by_row(low, c + b, c + b, lane));
-    float scaled[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 by_row = load_shared2(factors.row + 4 * (16 * (c + b) + 8 * n + 2 * t));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        found[n][e] = -found[n][e];
-        scaled[n][e] = found[n][e] * by_column[e >> 1] * (e & 1 ? by_row.y : by_row.x);
-      }
+      for (int e = 0; e < 4; ++e) found[n][e] = -found[n][e];
     }
     if (b < 3) x[b] = split_tiles(found[0], found[1]);
     u32 rounded[4];
-    pack_tiles(scaled[0], scaled[1], rounded);
+    pack_tiles(found[0], found[1], rounded);
     store_matrix4_transposed(tiles_by_row(to, c + b, c, lane), rounded);
   }
 }

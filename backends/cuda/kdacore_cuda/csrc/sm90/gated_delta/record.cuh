@@ -4,15 +4,14 @@
 // are factors of rows of float32 sums. With G the log2 decay summed from the chunk's start, r = 1 / |k| (1 without
 // l2norm), c = scale / |q| and S (V by K) the state at the chunk's start:
 //
-//   u_i = beta_i (v_i - 2^G_i r_i S k_i) - sum over j < i of L_ij u_j,  L_ij = beta_i r_i r_j 2^(G_i - G_j) k_i . k_j
-//   o_i = c_i 2^G_i S q_i + sum over j <= i of c_i 2^(G_i - G_j) (q_i . k_j) r_j u_j
-//   S'  = 2^G_last S + sum over j of 2^(G_last - G_j) r_j u_j k_j^T
+//   y_i = v_i - 2^G_i r_i S k_i
+//   u_i = y_i - sum over j < i of L_ij u_j,  L_ij = 2^(G_i - G_j) r_i (k_i . k_j) r_j beta_j
+//   o_i = c_i 2^G_i S q_i + sum over j <= i of c_i 2^(G_i - G_j) (q_i . k_j) r_j beta_j u_j
+//   S'  = 2^G_last S + sum over j of 2^(G_last - G_j) r_j beta_j u_j k_j^T
 //
-// With T the inverse of I + L, of which the diagonal is 1, walk_records computes w_i = r_i u_i as
-//
-//   y_i = v_i - state_i S k_i,   w_i = own_i y_i + sum over j < i of t_ij y_j
-//
-// where the first term, usually the largest, is not rounded.
+// u is what a token would write with a beta of 1: all betas are factors of columns. With t below the diagonal of the
+// inverse of I + L, u_i = y_i + sum over j < i of t_ij y_j, where the first term, usually the largest, is not rounded.
+// The gradient of v is that of y, and beta's is the product of u and dv, divided by beta.
 #pragma once
 
 #include "common/state_rows.cuh"
@@ -28,21 +27,29 @@ struct TokenFactors {
 __device__ __forceinline__ u32 factor_offset(int i) { return 4 * (20 * (i & 3) + 2 * (i >> 2)); }
 
 struct RecordImages {
-  SquareImage t;  // r_i T_ij beta_j below the diagonal, else 0
-  SquareImage a;  // c_i 2^(G_i - G_j) q_i . k_j up to the diagonal, else 0
+  SquareImage t;  // the inverse below its diagonal, else 0
+  SquareImage a;  // c_i 2^(G_i - G_j) (q_i . k_j) r_j beta_j up to the diagonal, else 0
 };
 struct RecordFactors {
   TokenFactors state;   // 2^G r
-  TokenFactors own;     // beta r; 0 past the end
   TokenFactors output;  // c 2^G
-  TokenFactors to_end;  // 2^(G_last - G)
+  TokenFactors to_end;  // 2^(G_last - G) r beta; 0 past the end
   float last[4];        // 2^G_last, four times
+};
+// What the backward needs beside them.
+struct HeadScalars {
+  float sum[C], beta[C];  // G; 0 past the end
+};
+struct KeyScalars {
+  float k_norm[C], q_factor[C];  // r, c
 };
 struct ChunkRecord {
   RecordImages images;
   RecordFactors factors;
+  HeadScalars head;
+  KeyScalars key;
 };
-constexpr u32 RECORD_BYTES = sizeof(ChunkRecord);
+constexpr u32 RECORD_BYTES = sizeof(ChunkRecord), WALK_BYTES = OFFSET(ChunkRecord, head);
 
 __device__ __forceinline__ u64 record_at(const GatedDeltaParams& p, long long slot, int hv) {
   return p.records + (u64)(slot * p.HV + hv) * RECORD_BYTES;

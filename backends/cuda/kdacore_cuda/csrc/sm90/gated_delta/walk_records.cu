@@ -3,7 +3,7 @@
 // left operand of the products with k and q, and k, as it lies, the right operand of three products. In the order of
 // the matrix unit:
 //
-//   S k^T,  S q^T,  y t^T (added to own y),  (to_end w) k,  w a^T (added to output S q^T)
+//   S k^T,  S q^T,  y t^T (added to y),  (to_end u) k,  u a^T (added to output S q^T)
 //
 // A warp cannot go on before its products with left operands in registers have begun, so little of its other work lies
 // beside them: it is the other warpgroup's products that do. o is stored one chunk later, through a part of shared
@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_chunks(const GatedDeltaParams& p, const Ite
   for (int c = 0; c < x.s.chunks; ++c) {
     ring.wait_empty();
     if (thread == 0) {
-      barrier_expect(ring.full(), RECORD_BYTES);
-      copy_in(ring.stage() + OFFSET(Stage, record), reinterpret_cast<const void*>(record), RECORD_BYTES,
+      barrier_expect(ring.full(), WALK_BYTES);
+      copy_in(ring.stage() + OFFSET(Stage, record), reinterpret_cast<const void*>(record), WALK_BYTES,
               ring.full());
     }
     k.fetch(ring.stage() + OFFSET(Stage, k), left, thread);
@@ -236,34 +236,32 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
               t = operand_descriptor(record + OFFSET(RecordImages, t), 16, 1024);
     const u64 a = step(t, OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
     ring.wait_full();
-    Products w = {}, o = {};
-    fence_registers(w);
+    Products u = {}, o = {};
+    fence_registers(u);
     fence_registers(o);
     warpgroup_fence();
-    multiply_channels(w, s, k);
+    multiply_channels(u, s, k);
     warpgroup_commit();
     multiply_channels(o, s, q);
     warpgroup_commit();
     end_basic_block(ring);
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
-    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l),
-                        of_own = load_factors(factors + OFFSET(RecordFactors, own), l);
+    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
     const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     stage_output(out, staging, l);
     scale_state(state, last);
     store_output(read_output(staging, l), to, out_tokens, l);
     next_chunk(to);
     warpgroup_wait<1>();
-    fence_registers(w);
-    subtract_from(w, v, of_state);
-    pack_rows(y, w);
-    multiply_columns(w, of_own);
+    fence_registers(u);
+    subtract_from(u, v, of_state);
+    pack_rows(y, u);
     fence_registers(y.a);
-    fence_registers(w);
+    fence_registers(u);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(w, y.a[kk], step(t, kk * 32), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
     warpgroup_commit();
     end_basic_block(ring);
     const ColumnFactors of_output = load_factors(factors + OFFSET(RecordFactors, output), l);
@@ -272,10 +270,10 @@ __device__ __forceinline__ void carry_state(const GatedDeltaParams& p, const Ite
     multiply_columns(o, of_output);
     const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
     warpgroup_wait<0>();
-    fence_registers(w);
+    fence_registers(u);
     TokenOperand ends;
-    pack_scaled(ends, w, to_end);
-    pack_rows(y, w);
+    pack_scaled(ends, u, to_end);
+    pack_rows(y, u);
     fence_registers(ends.a);
     fence_registers(y.a);
     fence_registers(o);

@@ -100,3 +100,11 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[8][4], u64 a, u6
       : KDA_TILES8(d, 0)
       : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
+template <int TRANSPOSED>
+__device__ __forceinline__ void warpgroup_mma_shared(float (&d)[16][4], u64 a, u64 b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{" KDA_NAMES64 "}, %64, %65, p, 1, 1, 0, %67; }"
+      : KDA_TILES16(d, 0)
+      : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kdacore_cuda.kernel_parameters import GATED_DELTA
+from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _SOURCES = "sm90/gated_delta"
@@ -24,3 +24,9 @@ def walk_kernel(warpgroups: int) -> Kernel:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
     """
     return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
+
+
+@cache
+def grads_kernel() -> Kernel:
+    """Every input gradient of a chunk and key head; a block per multiprocessor loops over them."""
+    return make_kernel(f"{_SOURCES}/unit_grads", GATED_DELTA_BACKWARD)

@@ -8,7 +8,7 @@
 #include "common/l2norm.cuh"
 #include "sm90/gated_delta/gates.cuh"
 #include "sm90/gated_delta/inverse.cuh"
-#include "sm90/gated_delta/record.cuh"
+#include "sm90/gated_delta/key_unit.cuh"
 #include "sm90/warp.cuh"
 
 constexpr int THREADS = 256;
@@ -49,38 +49,6 @@ static_assert(2 * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "a multiprocessor
 
 __device__ __forceinline__ u32 pair_block(u32 pairs, int row_block, int j) {
   return pairs + (row_block * (row_block + 1) / 2 + j) * (u32)sizeof(PairBlock);
-}
-
-// One chunk of one sequence and key head.
-struct KeyUnit {
-  int h, rows;
-  long long slot, batch, first;
-};
-__device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int index) {
-  KeyUnit u;
-  const int slot = divide(index, p.h_factor, p.h_shift);
-  u.h = index - slot * p.H;
-  u.slot = slot;
-  int n = 0, beyond = p.N;
-  if (!p.cu_seqlens) {
-    n = divide(slot, p.chunks_factor, p.chunks_shift);
-  } else {
-    // The last sequence whose slots begin at or before this one.
-    const bool wide = p.flags & FLAG_CU64;
-    while (beyond - n > 1) {
-      const int middle = (n + beyond) >> 1;
-      if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot)
-        n = middle;
-      else
-        beyond = middle;
-    }
-  }
-  const Sequence s = find_read_sequence(p, n);
-  const int begin = (slot - s.slot) * C, left = s.length - begin;
-  u.batch = s.batch;
-  u.first = s.first + begin;
-  u.rows = left <= 0 ? 0 : left < C ? left : C;
-  return u;
 }
 
 // 64 rows of 128 bfloat16; zeros past the end.

@@ -11,6 +11,7 @@
 #include "common/unit_triangle_inverse.cuh"
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/gated_delta/tile_places.cuh"
 
 constexpr u32 DIAGONAL_PITCH = 24;  // floats a row
 struct TriangularSystem {
@@ -22,16 +23,6 @@ struct TriangularSystem {
 struct BlockRow {
   float block[4][2][4];
 };
-
-// Where lane 8m + r names row r of tile m of a block, tiles row by row: a right operand, or transposed a left one.
-__device__ __forceinline__ u32 tiles_by_row(u32 image, int row_block, int column_block, int lane) {
-  const u32 first = swizzled((lane & 7) + (lane >> 1 & 8), lane >> 3 & 1);
-  return image + ((first ^ column_block << 5) + 16 * IMAGE_ROW * row_block);
-}
-// The same with tiles column by column: a left operand as it is.
-__device__ __forceinline__ u32 tiles_by_column(u32 image, int row_block, int column_block, int lane) {
-  return image + swizzled(16 * row_block + (lane & 15), 2 * column_block + (lane >> 4));
-}
 
 // A block of the system's rows.
 __device__ __forceinline__ void store_system(u32 system, int row_block, int j, const float (&x)[2][4],

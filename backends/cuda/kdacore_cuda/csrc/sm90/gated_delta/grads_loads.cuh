@@ -1,0 +1,118 @@
+// The loading warps of unit_grads: rows of q, k, d_o and dv by asynchronous copies of 16 bytes, images of the
+// workspace by bulk copies.
+#pragma once
+
+#include "common/clear_rows.cuh"
+#include "sm90/gated_delta/grads_shared_memory.cuh"
+
+// 64 rows of 128 bfloat16; zeros from row `rows` on.
+__device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_bytes, int rows, int thread) {
+  constexpr int AT_ONCE = 32 * LOAD_WARPS / 16;
+  const int piece = thread & 15, first = thread >> 4;
+  const u32 image = tile + (piece >> 3) * SQUARE_BYTES;
+  u64 from = base + first * row_bytes + 16 * piece;
+#pragma unroll
+  for (int n = 0; n < C; n += AT_ONCE) {
+    copy_async16(image + swizzled(first + n, piece & 7), reinterpret_cast<const void*>(from),
+                 first + n < rows);
+    from += AT_ONCE * row_bytes;
+  }
+}
+
+struct Loads {
+  u32 shared;
+  int thread;
+  HeadRing heads;
+  KeyRing keys;
+  StateRing states;
+  StateGradRing state_grads;
+};
+
+// One thread.
+__device__ __forceinline__ void fetch_bulk(u32 to, u64 from, u32 bytes, u32 bar) {
+  copy_in(to, reinterpret_cast<const void*>(from), bytes, bar);
+}
+
+// The tiles of a value head; of its key head too if it is the unit's first.
+__device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, const KeyUnit& x, int hv,
+                                          bool is_first, Loads& l) {
+  l.heads.wait_empty();
+  if (is_first) l.keys.wait_empty();
+  const long long unit = x.slot * p.HV + hv;
+  const u32 stage = l.heads.stage();
+  if (l.thread == 0) {
+    const u64 record = record_at(p, x.slot, hv);
+    if (is_first) store_unit(l.shared, l.keys.slot, x);
+    barrier_expect(l.heads.full(), TILE_BYTES + sizeof(HeadScalars) + (is_first ? sizeof(KeyScalars) : 0));
+    fetch_bulk(stage + OFFSET(HeadStage, u), u_at(p, unit), TILE_BYTES, l.heads.full());
+    fetch_bulk(l.shared + OFFSET(SharedMemory, head) + l.heads.slot * (u32)sizeof(HeadScalars),
+               record + OFFSET(ChunkRecord, head), sizeof(HeadScalars), l.heads.full());
+    if (is_first)
+      fetch_bulk(l.shared + OFFSET(SharedMemory, key) + l.keys.slot * (u32)sizeof(KeyScalars),
+                 record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), l.heads.full());
+  }
+  const long long token_bytes = 2ll * p.HV * V, at = (x.batch * p.T + x.first) * token_bytes + 2ll * V * hv;
+  fetch_rows(stage + OFFSET(HeadStage, side[QUERIES]), p.d_o + at, token_bytes, x.rows, l.thread);
+  fetch_rows(stage + OFFSET(HeadStage, side[KEYS]), p.dv + at, token_bytes, x.rows, l.thread);
+  if (is_first) {
+    const u32 tiles = l.keys.stage();
+    fetch_rows(tiles + OFFSET(KeyTiles, side[QUERIES]),
+               p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh), 2 * p.q_st, x.rows, l.thread);
+    fetch_rows(tiles + OFFSET(KeyTiles, side[KEYS]),
+               p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh), 2 * p.k_st, x.rows, l.thread);
+  }
+  copy_async_commit();
+  copy_async_wait<0>();  // two stages: the next one is not empty before this one is in use
+  fence_async_proxy();   // products read what has come by ordinary copies
+  warp_arrive(l.heads.full(), l.thread & 31);
+  l.heads.next();
+  if (l.thread == 0) {
+    l.states.wait_empty();
+    barrier_expect(l.states.full(), STATE_BYTES);
+    fetch_bulk(l.states.stage(), state_image_at(p.states, unit), STATE_BYTES, l.states.full());
+    l.state_grads.wait_empty();
+    barrier_expect(l.state_grads.full(), STATE_BYTES);
+    fetch_bulk(l.state_grads.stage(), state_image_at(p.state_grads, unit), STATE_BYTES, l.state_grads.full());
+  }
+  l.states.next();
+  l.state_grads.next();
+  sync_warp();
+}
+
+__device__ __forceinline__ void load_units(const GatedDeltaBackwardParams& p, u32 shared, int thread) {
+  Loads l = {shared, thread, {shared}, {shared}, {shared}, {shared}};
+  const int group = divide(p.HV, p.h_factor, p.h_shift);
+#pragma unroll 1
+  for (long long index = block_index(); index < p.units; index += grid_blocks()) {
+    const KeyUnit x = find_key_unit(p, (int)index);
+    if (!x.rows) continue;
+#pragma unroll 1
+    for (int i = 0; i < group; ++i) load_head(p, x, x.h * group + i, i == 0, l);
+    l.keys.next();
+  }
+  // No unit is left.
+  l.heads.wait_empty();
+  l.keys.wait_empty();
+  if (thread == 0) {
+    store_unit(shared, l.keys.slot, {});
+    barrier_arrive(l.heads.full());
+  }
+  warp_arrive(l.heads.full(), thread & 31);
+}
+
+// Zeros for gradients of rows beyond a pack's last offset.
+__device__ __forceinline__ void clear_gradients(const GatedDeltaBackwardParams& p, const Share& own) {
+  if (!(p.flags & FLAG_CLEAR_TAIL)) return;
+  const long long end = load_index(p.cu_seqlens, p.N, p.flags & FLAG_CU64);
+  const auto clear = [&](u64 array, long long row_bytes) {
+    clear_bytes(array + end * row_bytes, array + p.T * row_bytes, own);
+  };
+  clear(p.dq, 2ll * p.H * K);
+  clear(p.dk, 2ll * p.H * K);
+  clear(p.dv, 2ll * p.HV * V);
+#pragma unroll 1
+  for (long long i = end * p.HV + own.thread; i < p.T * p.HV; i += own.threads) {
+    store_scalar(p.dg, i, p.g_type, 0.0f);
+    store_scalar(p.dbeta, i, p.beta_type, 0.0f);
+  }
+}

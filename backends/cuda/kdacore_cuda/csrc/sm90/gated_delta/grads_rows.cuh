@@ -1,0 +1,135 @@
+// Rows of unit_grads: products with the states at both ends of a chunk, what goes through the norms, and stores.
+#pragma once
+
+#include "common/l2norm.cuh"
+#include "sm90/gated_delta/grads_shared_memory.cuh"
+#include "sm90/gated_delta/tile_places.cuh"
+
+using RowSums = float[2 * K_TILES][4];  // 16 tokens a warp by 128 channels
+
+// x = tile m: 64 tokens with 128 values by an image of 128 values by 128 channels.
+__device__ __forceinline__ void multiply_state(RowSums& x, u32 tile, u32 image) {
+  const u64 a = operand_descriptor(tile, 16, 1024), b = operand_descriptor(image, STATE_BYTES / 2, 1024);
+  fence_registers(x);
+  warpgroup_fence();
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk)
+    warpgroup_mma_shared<1>(x, along_channels(a, kk), over_tokens(b, kk), kk > 0);
+  warpgroup_commit();
+}
+// d += pairs (64 by 64 tokens) times a tile's rows.
+__device__ __forceinline__ void add_pairs(RowSums& d, const TokenOperand& pairs, u32 tile) {
+  const u64 b = operand_descriptor(tile, SQUARE_BYTES, 1024);
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(d, pairs.a[kk], over_tokens(b, kk), 1);
+}
+
+// A warp's 16 rows of channels 16 kk and on of a tile, where accumulators have them.
+__device__ __forceinline__ void load_rows(u32 (&r)[4], u32 tile, int kk, const Lane& l) {
+  load_matrix4(r, tiles_by_column(tile + (kk >> 2) * SQUARE_BYTES, l.block, kk & 3, l.lane));
+}
+// Element e of accumulators' tile 2 kk + half.
+__device__ __forceinline__ float row_element(const u32 (&r)[4], int half, int e) {
+  const u32 pair = r[2 * half + (e >> 1)];
+  return e & 1 ? bf16_high(pair) : bf16_low(pair);
+}
+// Calls f(row of the two, accumulator, the tile's element) for all of x.
+template <class F>
+__device__ __forceinline__ void each_row_element(RowSums& x, u32 tile, const Lane& l, F f) {
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 r[4];
+    load_rows(r, tile, kk, l);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(e >> 1, x[2 * kk + half][e], row_element(r, half, e));
+    }
+  }
+}
+
+// d += by x; dot: by x . tile, this lane's share.
+__device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], RowSums& x, const float (&by)[2],
+                                           u32 tile, const Lane& l) {
+  float sum[2] = {};
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 r[4];
+    load_rows(r, tile, kk, l);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float y = x[2 * kk + half][e];
+        sum[e >> 1] += y * row_element(r, half, e);
+        d[2 * kk + half][e] += by[e >> 1] * y;
+      }
+    }
+  }
+  dot[0] = by[0] * sum[0], dot[1] = by[1] * sum[1];
+}
+// Products of the rows of two tiles, this lane's share.
+__device__ __forceinline__ void dot_rows(float (&dot)[2], u32 left, u32 right, const Lane& l) {
+  dot[0] = dot[1] = 0.0f;
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 x[4], y[4];
+    load_rows(x, left, kk, l);
+    load_rows(y, right, kk, l);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      dot[i & 1] += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
+  }
+}
+// Products of the elements of two images of states, this thread's share among a side's.
+__device__ __forceinline__ float dot_states(u32 left, u32 right, int thread) {
+  float sum = 0.0f;
+  const auto add = [&](float x, float y) {
+    const u32 a = __float_as_uint(x), b = __float_as_uint(y);
+    sum += bf16_low(a) * bf16_low(b);
+    sum += bf16_high(a) * bf16_high(b);
+  };
+#pragma unroll 4
+  for (u32 at = 16 * thread; at < STATE_BYTES; at += 16 * 32 * SIDE_WARPS) {
+    const float4 x = load_shared4(left + at), y = load_shared4(right + at);
+    add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w);
+  }
+  return sum;
+}
+__device__ __forceinline__ float add_over_warp(float x) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x += shuffle_xor(x, mask);
+  return x;
+}
+
+// From the gradient of normalised rows times their norms to that of the rows as given, which `tile` has.
+__device__ __forceinline__ void pass_norm(RowSums& d, const float (&norm)[2], u32 tile, const Lane& l) {
+  float less[2] = {};
+  each_row_element(d, tile, l, [&](int i, float x, float y) { less[i] += x * y; });
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    less[i] += shuffle_xor(less[i], 1);
+    less[i] += shuffle_xor(less[i], 2);
+    less[i] = norm[i] * (norm[i] * less[i]);
+  }
+  each_row_element(d, tile, l, [&](int i, float& x, float y) { x -= less[i] * y; });
+}
+
+// A warp's rows through its part of an image, of which it is the only user, to device memory.
+__device__ __forceinline__ void store_rows(const RowSums& d, u32 image, u64 to, long long row_bytes, int rows,
+                                           const Lane& l) {
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 r[4];
+    pack_tiles(d[2 * kk], d[2 * kk + 1], r);
+    store_matrix4(tiles_by_column(image + (kk >> 2) * SQUARE_BYTES, l.block, kk & 3, l.lane), r);
+  }
+  sync_warp();
+  const int piece = l.lane & 15;
+#pragma unroll
+  for (int n = 0; n < 16; n += 2) {
+    const int row = 16 * l.block + n + (l.lane >> 4);
+    const uint4 x = load_shared_u4(image + (piece >> 3) * SQUARE_BYTES + swizzled(row, piece & 7));
+    store_global_if(row < rows, reinterpret_cast<void*>(to + row * row_bytes + 16 * piece), x);
+  }
+}

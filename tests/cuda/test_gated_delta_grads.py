@@ -254,7 +254,7 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
     plain, found = emulator.run, []
     inputs = draw(200, 2, 4)
-    for given in (*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in (0, 5, 8, 11))):
+    for given in (*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in (0, 3, 5, 8, 12))):
         monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
         found.append(check(inputs))
     assert all(torch.equal(x[n], found[0][n]) for x in found for n in x)

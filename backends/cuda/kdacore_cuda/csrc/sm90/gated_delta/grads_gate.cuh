@@ -28,21 +28,14 @@ __device__ __forceinline__ float largest_of(int type) {
   return type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? LARGEST_BF16 : 65504.0f;
 }
 
-// What a lane's two tokens get: their own parts, what later tokens have, and what all have.
+// What a lane's two tokens get: `d`, what pairs give; what the states give; what later tokens have, and what all have.
 __device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 queries, u32 keys, float last,
                                                     int lane) {
-  const float2 q = load_shared2(queries + OFFSET(SideSums, rows) + 8 * lane),
-               k = load_shared2(keys + OFFSET(SideSums, rows) + 8 * lane);
-  d[0] = q.x + k.x, d[1] = q.y + k.y;
-  float of_queries = 0.0f, of_keys = 0.0f;
-#pragma unroll
-  for (int w = 0; w < SIDE_WARPS; ++w) {
-    const u32 at = OFFSET(SideSums, columns) + 4 * C * w + 8 * lane;
-    const float2 x = load_shared2(queries + at), y = load_shared2(keys + at);
-    d[0] -= x.x + y.x, d[1] -= x.y + y.y;
-    of_queries += load_shared1(queries + OFFSET(SideSums, whole) + 4 * w);
-    of_keys += load_shared1(keys + OFFSET(SideSums, whole) + 4 * w);
-  }
+  const float2 q = load_shared2(queries + OFFSET(StateSums, rows) + 8 * lane),
+               k = load_shared2(keys + OFFSET(StateSums, rows) + 8 * lane);
+  const float4 of_queries = load_shared4(queries + OFFSET(StateSums, whole)),
+               of_keys = load_shared4(keys + OFFSET(StateSums, whole));
+  d[0] += q.x + k.x, d[1] += q.y + k.y;
   float later = d[0] + d[1];  // of this lane and all later ones
 #pragma unroll
   for (int n = 1; n < 32; n <<= 1) {
@@ -51,7 +44,8 @@ __device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 queries, 
   }
   float after = shuffle(later, (lane + 1) & 31);
   if (lane == 31) after = 0.0f;
-  after += last * of_queries + of_keys;
+  after += last * (of_queries.x + of_queries.y + of_queries.z + of_queries.w) +
+           (of_keys.x + of_keys.y + of_keys.z + of_keys.w);
   d[1] += after;
   d[0] += d[1];
 }
@@ -70,13 +64,12 @@ __device__ __forceinline__ float gate_gradient(const GatedDeltaParams& p, const 
   return d;
 }
 
-// `queries`, `keys`: SideSums of both sides; `last`: the chunk's decay.
+// `d`: gradients of the decays of a lane's two tokens.
 __device__ __forceinline__ void store_gate_gradient(const GatedDeltaBackwardParams& p, const KeyUnit& u,
-                                                    int hv, const GateInputs& inputs, u32 queries, u32 keys,
-                                                    float last, int lane) {
+                                                    int hv, const GateInputs& inputs, const float (&d)[2],
+                                                    int lane) {
   const HeadGate gate = make_gate(p, inputs.A_log, inputs.bias);
-  float d[2], of_bias = 0.0f, of_A = 0.0f;
-  sum_decay_gradients(d, queries, keys, last, lane);
+  float of_bias = 0.0f, of_A = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (2 * lane + i >= u.rows) continue;

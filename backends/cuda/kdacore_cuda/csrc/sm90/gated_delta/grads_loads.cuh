@@ -11,7 +11,7 @@ __device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_byt
   const int piece = thread & 15, first = thread >> 4;
   const u32 image = tile + (piece >> 3) * SQUARE_BYTES;
   u64 from = base + first * row_bytes + 16 * piece;
-#pragma unroll
+#pragma unroll 2
   for (int n = 0; n < C; n += AT_ONCE) {
     copy_async16(image + swizzled(first + n, piece & 7), reinterpret_cast<const void*>(from),
                  first + n < rows);
@@ -52,14 +52,14 @@ __device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, con
                  record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), l.heads.full());
   }
   const long long token_bytes = 2ll * p.HV * V, at = (x.batch * p.T + x.first) * token_bytes + 2ll * V * hv;
-  fetch_rows(stage + OFFSET(HeadStage, side[QUERIES]), p.d_o + at, token_bytes, x.rows, l.thread);
-  fetch_rows(stage + OFFSET(HeadStage, side[KEYS]), p.dv + at, token_bytes, x.rows, l.thread);
+  fetch_rows(stage + OFFSET(HeadStage, d_o), p.d_o + at, token_bytes, x.rows, l.thread);
+  fetch_rows(stage + OFFSET(HeadStage, dv), p.dv + at, token_bytes, x.rows, l.thread);
   if (is_first) {
     const u32 tiles = l.keys.stage();
-    fetch_rows(tiles + OFFSET(KeyTiles, side[QUERIES]),
-               p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh), 2 * p.q_st, x.rows, l.thread);
-    fetch_rows(tiles + OFFSET(KeyTiles, side[KEYS]),
-               p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh), 2 * p.k_st, x.rows, l.thread);
+    fetch_rows(tiles + OFFSET(KeyTiles, q), p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh),
+               2 * p.q_st, x.rows, l.thread);
+    fetch_rows(tiles + OFFSET(KeyTiles, k), p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh),
+               2 * p.k_st, x.rows, l.thread);
   }
   copy_async_commit();
   copy_async_wait<0>();  // two stages: the next one is not empty before this one is in use

@@ -40,28 +40,24 @@ __device__ __forceinline__ void pack_key_pairs(KeyPairs& to, const PairSums& x, 
   }
 }
 
-// Of a value head: products d_o_i . u_j or -dv_i . u_j times beta_j 2^(G_i - G_j), up to the diagonal (QUERIES) or
-// below it, are added to `all`. Weighed by `keys` they are added up by rows and by columns.
-template <Side SIDE>
+// Of a value head: products d_o_i . u_j up to the diagonal (ROLE QUERIES), or -dv_i . u_j below it (KEYS), times
+// beta_j 2^(G_i - G_j) are added to `all`. Weighed by `keys` they are added up by rows and by columns.
+template <Role ROLE>
 __device__ __forceinline__ void weigh_pairs(PairSums& all, float (&rows)[2], float (&columns)[4 * C_TILES],
                                             const PairSums& x, const KeyPairs& keys, u32 head,
                                             const Lane& l) {
   const u32 sums = head + OFFSET(HeadScalars, sum), betas = head + OFFSET(HeadScalars, beta);
   const float own[2] = {load_shared1(sums + 4 * l.row(0)), load_shared1(sums + 4 * l.row(1))};
-  rows[0] = rows[1] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4 * C_TILES; ++i) columns[i] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 2 * C_TILES; ++j) {
-    if (j > 2 * l.block + 1) break;
     const int column = 8 * j + 2 * l.t;
     const float2 sum = load_shared2(sums + 4 * column), beta = load_shared2(betas + 4 * column);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int i = e >> 1, odd = e & 1;
       const float decay = exp2_fast(own[i] - (odd ? sum.y : sum.x)) * (odd ? beta.y : beta.x);
-      const bool kept = SIDE == QUERIES ? column + odd <= l.row(i) : column + odd < l.row(i);
-      const float y = kept ? (SIDE == QUERIES ? x[j][e] : -x[j][e]) * decay : 0.0f,
+      const bool kept = ROLE == QUERIES ? column + odd <= l.row(i) : column + odd < l.row(i);
+      const float y = kept ? (ROLE == QUERIES ? x[j][e] : -x[j][e]) * decay : 0.0f,
                   w = y * (odd ? bf16_high(keys.x[j][i]) : bf16_low(keys.x[j][i]));
       all[j][e] += y;
       rows[i] += w;
@@ -92,8 +88,33 @@ __device__ __forceinline__ void add_over_columns(float (&x)[4 * C_TILES], const 
   }
 }
 
-// The pairs of all value heads, times factors of their rows and columns, as an image for the last products.
-__device__ __forceinline__ void store_pairs(u32 image, PairSums& all, u32 rows, u32 columns, const Lane& l) {
+// Adds sums of a warp's rows, which all four lanes of a row have, to numbers that a lane has of tokens 2 lane and
+// 2 lane + 1.
+__device__ __forceinline__ void add_rows(float (&x)[4 * C_TILES], const float (&rows)[2], const Lane& l) {
+  const int i = l.lane & 7, from = 8 * (i & 3);
+  const float low[2] = {shuffle(rows[0], from), shuffle(rows[0], from + 4)},
+              high[2] = {shuffle(rows[1], from), shuffle(rows[1], from + 4)};
+  if (l.lane >> 3 == l.block) x[0] += i < 4 ? low[0] : high[0], x[1] += i < 4 ? low[1] : high[1];
+}
+// From warp to warp in turn, so that sums have the same order in every run. The last one is left with the
+// sums of all, in x[0] and x[1].
+__device__ __forceinline__ void add_over_warps(float (&x)[4 * C_TILES], u32 columns, const Lane& l) {
+#pragma unroll 1
+  for (int w = 0; w < ROLE_WARPS; ++w) {
+    if (w == l.block) {
+      if (w) {
+        const float2 before = load_shared2(columns + 8 * l.lane);
+        x[0] += before.x, x[1] += before.y;
+      }
+      store_shared(columns + 8 * l.lane, x[0], x[1]);
+    }
+    sync_role(PAIRS);
+  }
+}
+
+// The pairs of all value heads, times factors of their rows and columns, for the last products.
+__device__ __forceinline__ void pack_pairs(TokenOperand& to, PairSums& all, u32 rows, u32 columns,
+                                           const Lane& l) {
   const float row[2] = {load_shared1(rows + 4 * l.row(0)), load_shared1(rows + 4 * l.row(1))};
 #pragma unroll
   for (int j = 0; j < 2 * C_TILES; ++j) {
@@ -101,12 +122,11 @@ __device__ __forceinline__ void store_pairs(u32 image, PairSums& all, u32 rows, 
     all[j][0] *= row[0] * by.x, all[j][1] *= row[0] * by.y;
     all[j][2] *= row[1] * by.x, all[j][3] *= row[1] * by.y;
   }
+  pack_rows(to, all);
+}
+__device__ __forceinline__ void store_pairs(u32 image, const TokenOperand& x, const Lane& l) {
 #pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) {
-    u32 r[4];
-    pack_tiles(all[2 * kk], all[2 * kk + 1], r);
-    store_matrix4(tiles_by_column(image, l.block, kk, l.lane), r);
-  }
+  for (int kk = 0; kk < C_TILES; ++kk) store_matrix4(tiles_by_column(image, l.block, kk, l.lane), x.a[kk]);
 }
 
 // A warp's rows of the image, as a left operand; or of the transposed image; or of the image plus the transposed one,

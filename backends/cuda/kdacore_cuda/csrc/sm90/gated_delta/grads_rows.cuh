@@ -7,9 +7,13 @@
 
 using RowSums = float[2 * K_TILES][4];  // 16 tokens a warp by 128 channels
 
-// x = tile m: 64 tokens with 128 values by an image of 128 values by 128 channels.
-__device__ __forceinline__ void multiply_state(RowSums& x, u32 tile, u32 image) {
-  const u64 a = operand_descriptor(tile, 16, 1024), b = operand_descriptor(image, STATE_BYTES / 2, 1024);
+// 64 of the channels.
+using HalfSums = float[K_TILES][4];
+
+// x = tile m: 64 tokens with 128 values by 64 channels of an image of 128 values by 128 channels.
+__device__ __forceinline__ void multiply_state(HalfSums& x, u32 tile, u32 image, int half) {
+  const u64 a = operand_descriptor(tile, 16, 1024),
+            b = operand_descriptor(image + half * (STATE_BYTES / 2), 16, 1024);
   fence_registers(x);
   warpgroup_fence();
 #pragma unroll
@@ -48,25 +52,41 @@ __device__ __forceinline__ void each_row_element(RowSums& x, u32 tile, const Lan
   }
 }
 
-// d += by x; dot: by x . tile, this lane's share.
-__device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], RowSums& x, const float (&by)[2],
-                                           u32 tile, const Lane& l) {
-  float sum[2] = {};
+// d += by x; dot += x . tile, this lane's share; x has half of the channels.
+__device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], const HalfSums& x,
+                                           const float (&by)[2], u32 tile, int half, const Lane& l) {
 #pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
+  for (int kk = 0; kk < K_TILES / 2; ++kk) {
     u32 r[4];
-    load_rows(r, tile, kk, l);
+    load_rows(r, tile, K_TILES / 2 * half + kk, l);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float y = x[2 * kk + half][e];
-        sum[e >> 1] += y * row_element(r, half, e);
-        d[2 * kk + half][e] += by[e >> 1] * y;
+        const float y = x[2 * kk + n][e];
+        dot[e >> 1] += y * row_element(r, n, e);
+        d[K_TILES * half + 2 * kk + n][e] += by[e >> 1] * y;
       }
     }
   }
-  dot[0] = by[0] * sum[0], dot[1] = by[1] * sum[1];
+}
+// d += by (operand image); dot: the products of what is added with the rows of `tile`, this lane's share.
+// meanwhile(): other work beside the first products.
+template <class F>
+__device__ __forceinline__ void add_state_product(RowSums& d, float (&dot)[2], u32 operand, u32 image,
+                                                  const float (&by)[2], u32 tile, const Lane& l,
+                                                  F meanwhile) {
+  dot[0] = dot[1] = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    HalfSums x;
+    multiply_state(x, operand, image, half);
+    if (half == 0) meanwhile();
+    warpgroup_wait<0>();
+    fence_registers(x);
+    add_scaled(d, dot, x, by, tile, half, l);
+  }
+  dot[0] *= by[0], dot[1] *= by[1];
 }
 // Products of the rows of two tiles, this lane's share.
 __device__ __forceinline__ void dot_rows(float (&dot)[2], u32 left, u32 right, const Lane& l) {
@@ -81,7 +101,7 @@ __device__ __forceinline__ void dot_rows(float (&dot)[2], u32 left, u32 right, c
       dot[i & 1] += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
   }
 }
-// Products of the elements of two images of states, this thread's share among a side's.
+// Products of the elements of two images of states, this thread's share among a role's.
 __device__ __forceinline__ float dot_states(u32 left, u32 right, int thread) {
   float sum = 0.0f;
   const auto add = [&](float x, float y) {
@@ -90,7 +110,7 @@ __device__ __forceinline__ float dot_states(u32 left, u32 right, int thread) {
     sum += bf16_high(a) * bf16_high(b);
   };
 #pragma unroll 4
-  for (u32 at = 16 * thread; at < STATE_BYTES; at += 16 * 32 * SIDE_WARPS) {
+  for (u32 at = 16 * thread; at < STATE_BYTES; at += 16 * 32 * ROLE_WARPS) {
     const float4 x = load_shared4(left + at), y = load_shared4(right + at);
     add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w);
   }

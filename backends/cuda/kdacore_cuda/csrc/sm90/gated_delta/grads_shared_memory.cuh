@@ -8,36 +8,25 @@
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-// Two warpgroups compute, one of them what q is multiplied with, the other what k is.
-enum Side { QUERIES, KEYS };
-constexpr int SIDES = 2, SIDE_WARPS = 4, COMPUTE_WARPS = SIDES * SIDE_WARPS, LOAD_WARPS = 4,
+// Three warpgroups compute: one the pairs of tokens, one what q is multiplied with, one what k is.
+enum Role { PAIRS, QUERIES, KEYS };
+constexpr int ROLES = 3, ROLE_WARPS = 4, COMPUTE_WARPS = ROLES * ROLE_WARPS, LOAD_WARPS = 4,
               THREADS = 32 * (COMPUTE_WARPS + LOAD_WARPS);
 // Moved between warpgroups.
-constexpr int START_REGISTERS = 168, COMPUTE_REGISTERS = 232, LOAD_REGISTERS = 40;
-static_assert(2 * COMPUTE_REGISTERS + LOAD_REGISTERS <= 3 * START_REGISTERS,
+constexpr int START_REGISTERS = 128, PAIR_REGISTERS = 176, STATE_REGISTERS = 144, LOAD_REGISTERS = 48;
+static_assert(PAIR_REGISTERS + 2 * STATE_REGISTERS + LOAD_REGISTERS <= 4 * START_REGISTERS,
               "more registers than the block has");
 
-// What a side adds up of a value head's tokens and pairs, in the place of the tile that only its own products read.
-struct SideSums {
-  float columns[SIDE_WARPS][C];  // of pairs, by the rows of each warp
-  float rows[C];                 // of pairs, and what the states give
-  float whole[SIDE_WARPS];       // what is to be added to the gradients of all of the chunk's decays
-};
-struct SidePlace {
-  union {
-    TileImage tile;  // d_o or dv
-    struct {
-      SideSums sums;
-      alignas(1024) SquareImage pairs;  // of all value heads
-    };
-  };
+// What a value head's decays get of products with the states, by QUERIES and KEYS.
+struct StateSums {
+  float rows[C];
+  float whole[ROLE_WARPS];  // parts of what is to be added to the gradients of all of the chunk's decays
 };
 struct HeadStage {
-  SidePlace side[SIDES];
-  TileImage u;
+  TileImage d_o, dv, u;  // with the last value head d_o and dv make room for pairs, u and dv for dq and dk
 };
 struct KeyTiles {
-  TileImage side[SIDES];  // q, k
+  TileImage q, k;
 };
 constexpr int STAGES = 2;
 struct SharedMemory {
@@ -47,10 +36,15 @@ struct SharedMemory {
   HeadScalars head[STAGES];
   KeyScalars key[STAGES];
   KeyUnit unit[STAGES];  // of `keys`; no rows: there are no more
+  StateSums of_queries, of_keys;
+  float columns[C];  // of pairs, handed from warp to warp
   // Barriers. A head's count the bytes of its bulk copies, the loading warps and, with its first value head, a unit's
   // tiles.
   u64 head_full[STAGES], head_empty[STAGES], keys_empty[STAGES];
   u64 state_full, state_empty, state_grad_full, state_grad_empty;
+  u64 sums_full, sums_empty;  // QUERIES and KEYS have stored their sums, one warp of PAIRS has read them
+  u64 pairs_full,
+      tiles_unused;  // PAIRS has stored a unit's pairs; the others do not need the tiles there any more
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "more than a multiprocessor has");
 using HeadRing =
@@ -59,19 +53,25 @@ using KeyRing =  // has no barrier for full
     Ring<STAGES, OFFSET(SharedMemory, keys), sizeof(KeyTiles), OFFSET(SharedMemory, keys_empty), 0>;
 using StateRing = Ring<1, OFFSET(SharedMemory, state), 0, OFFSET(SharedMemory, state_full), 8>;
 using StateGradRing = Ring<1, OFFSET(SharedMemory, state_grad), 0, OFFSET(SharedMemory, state_grad_full), 8>;
+using SumsRing = Ring<1, 0, 0, OFFSET(SharedMemory, sums_full), 8>;
+using PairsRing = Ring<1, 0, 0, OFFSET(SharedMemory, pairs_full), 8>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() == 0) {
-    constexpr u32 USERS = COMPUTE_WARPS * WARP_ARRIVALS;
+    constexpr u32 USERS = COMPUTE_WARPS * WARP_ARRIVALS, STATE_USERS = 2 * ROLE_WARPS * WARP_ARRIVALS;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared + OFFSET(SharedMemory, head_full) + 8 * i, 1 + LOAD_WARPS * WARP_ARRIVALS);
       barrier_init(shared + OFFSET(SharedMemory, head_empty) + 8 * i, USERS);
       barrier_init(shared + OFFSET(SharedMemory, keys_empty) + 8 * i, USERS);
     }
     barrier_init(shared + OFFSET(SharedMemory, state_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, state_empty), USERS);
+    barrier_init(shared + OFFSET(SharedMemory, state_empty), STATE_USERS);
     barrier_init(shared + OFFSET(SharedMemory, state_grad_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, state_grad_empty), USERS);
+    barrier_init(shared + OFFSET(SharedMemory, state_grad_empty), STATE_USERS);
+    barrier_init(shared + OFFSET(SharedMemory, sums_full), STATE_USERS);
+    barrier_init(shared + OFFSET(SharedMemory, sums_empty), WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, pairs_full), ROLE_WARPS * WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, tiles_unused), STATE_USERS);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();
@@ -98,7 +98,8 @@ struct Lane {
 };
 __device__ __forceinline__ Lane make_lane(int warp) {
   const int lane = thread_index() & 31;
-  return {lane, lane >> 2, lane & 3, warp % SIDE_WARPS};
+  return {lane, lane >> 2, lane & 3, warp % ROLE_WARPS};
 }
-__device__ __forceinline__ void sync_side(Side side) { sync_threads(1 + side, 32 * SIDE_WARPS); }
-__device__ __forceinline__ void sync_sides() { sync_threads(3, 32 * COMPUTE_WARPS); }
+
+// Warps of one role meet.
+__device__ __forceinline__ void sync_role(Role role) { sync_threads(1 + role, 32 * ROLE_WARPS); }

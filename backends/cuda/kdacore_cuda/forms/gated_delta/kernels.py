@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kdacore_cuda.kernel_parameters import GATED_DELTA
+from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _SOURCES = "sm90/gated_delta"
@@ -24,3 +24,15 @@ def walk_kernel(warpgroups: int) -> Kernel:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
     """
     return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
+
+
+@cache
+def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
+    """The gradients of v and of every chunk's state, from the records: a walk from each sequence's end.
+
+    Args:
+        warpgroups: as of :func:`walk_kernel`; the grid has ``2 // warpgroups`` blocks a sequence and value head.
+        with_states: as many more blocks recompute u and the states, beside them.
+    """
+    macros = {"WARPGROUPS": warpgroups, "WITH_STATES": with_states}
+    return make_kernel(f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, **macros)

@@ -17,13 +17,18 @@ def records_kernel() -> Kernel:
 
 
 @cache
-def walk_kernel(warpgroups: int) -> Kernel:
+def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
     """Outputs and states of every sequence and value head, from the records.
 
     Args:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
+        keeps: also stores each chunk's u and the state at its start, for a backward; its parameters are
+            :data:`~kdacore_cuda.kernel_parameters.GATED_DELTA_BACKWARD`.
     """
-    return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
+    macros = {"WARPGROUPS": warpgroups, "KEEPS": keeps}
+    if keeps:
+        return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, **macros)
+    return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, **macros)
 
 
 @cache

@@ -25,10 +25,9 @@ def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
         keeps: also stores each chunk's u and the state at its start, for a backward; its parameters are
             :data:`~kdacore_cuda.kernel_parameters.GATED_DELTA_BACKWARD`.
     """
-    macros = {"WARPGROUPS": warpgroups, "KEEPS": keeps}
     if keeps:
-        return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, **macros)
-    return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, **macros)
+        return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups)
+    return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
 
 
 @cache
@@ -39,5 +38,6 @@ def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
         warpgroups: as of :func:`walk_kernel`; the grid has ``2 // warpgroups`` blocks a sequence and value head.
         with_states: as many more blocks recompute u and the states, beside them.
     """
-    macros = {"WARPGROUPS": warpgroups, "WITH_STATES": with_states}
-    return make_kernel(f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, **macros)
+    return make_kernel(
+        f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups, WITH_STATES=with_states
+    )

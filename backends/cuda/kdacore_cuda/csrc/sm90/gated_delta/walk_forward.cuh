@@ -8,7 +8,7 @@
 // beside them: it is the other warpgroup's products that do. o is stored one chunk later, through a part of shared
 // memory of the warp's own.
 //
-// KEEPS: u and the state at its start, both as the products have them, are stored for each chunk (backward_workspace.cuh).
+// A walk that KEEPS: u and the state at its start, both as the products have them, are stored for each chunk (backward_workspace.cuh).
 #pragma once
 
 #include "common/clear_rows.cuh"
@@ -17,7 +17,6 @@
 #include "sm90/gated_delta/walk_stores.cuh"
 #include "sm90/ring.cuh"
 
-// Macro from the host: KEEPS; with it parameters are GatedDeltaBackwardParams.
 constexpr int STAGES = 3;
 struct alignas(1024) Stage {
   WalkRecord record;
@@ -26,11 +25,13 @@ struct alignas(1024) Stage {
   TileImage q;
   SquareImage values[WARPGROUPS];  // rows of tokens
 };
-// Of a warp: for o and, with KEEPS, all that it stores.
+// Of a warp, for o and all else that it stores.
+template <bool KEEPS>
 constexpr u32 STAGING_BYTES = KEEPS ? sizeof(WarpStaging) : sizeof(u16[C][16]);
+template <bool KEEPS>
 struct ForwardMemory {
   Stage stages[STAGES];
-  unsigned char staging[STATE_WARPS][STAGING_BYTES];
+  unsigned char staging[STATE_WARPS][STAGING_BYTES<KEEPS>];
 };
 using StageRing = Ring<STAGES, 0, sizeof(Stage), OFFSET(Stage, barriers), 8 * STAGES>;
 
@@ -82,7 +83,7 @@ __device__ __forceinline__ void next_chunk(KeptPlaces& kept, int HV) {
   kept.state += (u64)HV * STATE_BYTES;
 }
 
-template <class Params>
+template <bool KEEPS, class Params>
 __device__ __forceinline__ void carry_state(const Params& p, const Item& item, u32 shared, int warp,
                                             const Lane& l) {
   const int row = l.row + l.g;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void carry_state(const Params& p, const Item& item, u
                                                 (item.s.batch * p.T + item.s.first - C) * token_bytes +
                                                 2 * (item.hv * V + l.row),
                                             (int)token_bytes, l);
-  const u32 own = shared + OFFSET(ForwardMemory, staging) + warp * STAGING_BYTES;
+  const u32 own = shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
   const PackedRows staging = {own};
   int left = item.s.length, out_tokens = 0;
   Operand s;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void carry_state(const Params& p, const Item& item, u
     write_state(state, row, l.t, final, p.flags);
 }
 
-template <class Params>
+template <bool KEEPS, class Params>
 __device__ __forceinline__ void walk_forward(const Params& p, u32 shared) {
   make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
   const int warp = uniform(thread_index() >> 5);
@@ -203,7 +204,7 @@ __device__ __forceinline__ void walk_forward(const Params& p, u32 shared) {
   if (warp < STATE_WARPS) {
     set_role_registers<STATE_REGISTERS>();
     const Item x = find_item(p);
-    carry_state(p, x, shared, warp, make_lane(warp, x.part));
+    carry_state<KEEPS>(p, x, shared, warp, make_lane(warp, x.part));
   } else {
     set_role_registers<LOAD_REGISTERS>();
     const int thread = thread_index() - 32 * STATE_WARPS;

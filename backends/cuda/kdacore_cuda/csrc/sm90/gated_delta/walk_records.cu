@@ -4,12 +4,12 @@
 // Grid: a block a sequence and value head (WARPGROUPS 2), or two with half of the value rows each (1). Warps:
 // walk_block.cuh. Those that load then clear rows of o that belong to no sequence.
 //
-// Macros from the host: WARPGROUPS; KEEPS is 0.
+// Macros from the host: WARPGROUPS.
 #include "sm90/gated_delta/walk_forward.cuh"
 
-KDA_SHARED_BYTES(sizeof(ForwardMemory));
+KDA_SHARED_BYTES(sizeof(ForwardMemory<false>));
 
 KDA_KERNEL(THREADS, 1) walk_records(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
-  walk_forward(p, shared_address(memory));
+  walk_forward<false>(p, shared_address(memory));
 }

@@ -165,6 +165,7 @@ __device__ __forceinline__ void carry_state_grad(const GatedDeltaBackwardParams&
       fence_registers(state.s);
       pack_state(r, state);
       fence_registers(r.a);
+      end_basic_block(before);
       warpgroup_wait<0>();
       fence_registers(du);
       warp_arrive(ring.empty(), l.lane);

@@ -8,7 +8,8 @@
 // beside them: it is the other warpgroup's products that do. o is stored one chunk later, through a part of shared
 // memory of the warp's own.
 //
-// A walk that KEEPS: u and the state at its start, both as the products have them, are stored for each chunk (backward_workspace.cuh).
+// A walk that KEEPS: u and the state at its start, both as the products have them, are stored for each chunk
+// (backward_workspace.cuh).
 #pragma once
 
 #include "common/clear_rows.cuh"
@@ -182,6 +183,7 @@ __device__ __forceinline__ void carry_state(const Params& p, const Item& item, u
     fence_registers(state.s);
     pack_state(s, state);
     fence_registers(s.a);
+    if constexpr (WARPGROUPS == 2) end_basic_block(ring);  // else 532 bytes are spilled
     warpgroup_wait<0>();
     fence_registers(o);
     warp_arrive(ring.empty(), l.lane);

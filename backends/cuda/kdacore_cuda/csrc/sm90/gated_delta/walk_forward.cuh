@@ -1,6 +1,6 @@
 // The forward walk: every sequence and value head from its start, chunk after chunk; record.cuh has the formulas. S is
-// carried transposed in float32 accumulators, its bfloat16 copy is the left operand of the products with k and q, and k,
-// as it lies, the right operand of three products. In the order of the matrix unit:
+// carried transposed in float32 accumulators, its bfloat16 copy is the left operand of the products with k and q, and
+// k, as it lies, the right operand of three products. In the order of the matrix unit:
 //
 //   S k^T,  S q^T,  y t^T (added to y),  (to_end u) k,  u a^T (added to output S q^T)
 //

@@ -1,11 +1,11 @@
-// The reverse walk: every sequence and value head from its end; backward_workspace.cuh has the formulas. R, the gradient
-// of the state, is carried transposed in float32 accumulators. Its bfloat16 copy is what is stored, and the left operand
-// of the product with k. In the order of the matrix unit:
+// The reverse walk: every sequence and value head from its end; backward_workspace.cuh has the formulas. R, the
+// gradient of the state, is carried transposed in float32 accumulators. Its bfloat16 copy is what is stored, and the
+// left operand of the product with k. In the order of the matrix unit:
 //
 //   R k^T,  (output d_o)^T q (added to last R),  du t (added to du),  (state dv)^T k (subtracted from R),  d_o^T a
 //
-// The last one is the next chunk's and begins its du, which the product with k then is added to: it needs no R, and runs
-// while R is rounded.
+// The last one belongs to the chunk before, whose du is its sum and to_end R k^T: it needs no R, and runs while R is
+// rounded.
 #pragma once
 
 #include "sm90/gated_delta/walk_factors.cuh"
@@ -13,8 +13,8 @@
 #include "sm90/gated_delta/walk_stores.cuh"
 #include "sm90/ring.cuh"
 
-constexpr int REVERSE_STAGES =
-    3;  // fewer would not do: d_o and a of the next chunk are read before a stage is released
+// Two would not do: d_o and a of the next chunk are read before a stage is released.
+constexpr int REVERSE_STAGES = 3;
 struct alignas(1024) ReverseStage {
   WalkRecord record;
   RingBarriers<REVERSE_STAGES> barriers;  // of all stages in the first one, where alignment leaves room

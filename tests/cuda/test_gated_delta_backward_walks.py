@@ -74,6 +74,8 @@ class Case(NamedTuple):
     records: torch.Tensor
     d_o: torch.Tensor
     d_final: torch.Tensor | None
+    device: str = "cpu"
+    """Where the walks run."""
 
     @property
     def work(self) -> model.Work:
@@ -121,7 +123,10 @@ def launch_walk(kernel: Kernel, blocks: int, case: Case, given: tuple[str, ...],
         arrays["h0"] = case.inputs.initial_state
     if case.d_final is not None and "d_o" in given:
         arrays["d_ht"] = case.d_final
-    launch_kernel(kernel, blocks, case.inputs.q, arrays, **numbers_of(case.request))
+    arrays = {name: x.to(case.device) for name, x in arrays.items()}
+    launch_kernel(kernel, blocks, arrays["records"], arrays, **numbers_of(case.request))
+    for name, x in results.items():
+        x.copy_(arrays[name])
 
 
 def walk_back(case: Case, warpgroups: int = 1, with_states: bool = False) -> Results:
@@ -358,6 +363,18 @@ def test_with_an_arrival_for_each_lane(
     want = walk(bits_case(), warpgroups)
     monkeypatch.setenv(EVERY_LANE, "1")
     assert same(walk(bits_case(), warpgroups), want)
+
+
+@pytest.mark.gpu
+@WARPGROUPS
+@WALKS
+def test_on_the_device(walk: Walk, warpgroups: int) -> None:
+    """More blocks than run at once, and the same bits every time."""
+    offsets = torch.tensor([0, 0, 1, 63, 64, 65, 130, 900])
+    inputs = draw(910, 8, 16, cu_seqlens=offsets, initial_state=draw_states(7, 16))
+    case = make_case(inputs, draw_states(7, 16, seed=6))._replace(device="cuda")
+    found = [walk(case, warpgroups) for _ in range(3)]
+    assert all(same(x, found[0]) for x in found)
 
 
 # --- the compiler ----------------------------------------------------------------------------------------------------

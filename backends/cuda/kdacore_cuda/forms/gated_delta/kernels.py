@@ -17,12 +17,16 @@ def records_kernel() -> Kernel:
 
 
 @cache
-def walk_kernel(warpgroups: int) -> Kernel:
+def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
     """Outputs and states of every sequence and value head, from the records.
 
     Args:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
+        keeps: also stores each chunk's u and the state at its start, for a backward; its parameters are
+            :data:`~kdacore_cuda.kernel_parameters.GATED_DELTA_BACKWARD`.
     """
+    if keeps:
+        return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups)
     return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
 
 
@@ -30,3 +34,16 @@ def walk_kernel(warpgroups: int) -> Kernel:
 def grads_kernel() -> Kernel:
     """Every input gradient of a chunk and key head; a block per multiprocessor loops over them."""
     return make_kernel(f"{_SOURCES}/unit_grads", GATED_DELTA_BACKWARD)
+
+
+@cache
+def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
+    """The gradients of v and of every chunk's state, from the records: a walk from each sequence's end.
+
+    Args:
+        warpgroups: as of :func:`walk_kernel`; the grid has ``2 // warpgroups`` blocks a sequence and value head.
+        with_states: as many more blocks recompute u and the states, beside them.
+    """
+    return make_kernel(
+        f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups, WITH_STATES=with_states
+    )

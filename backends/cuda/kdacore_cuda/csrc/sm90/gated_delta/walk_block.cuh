@@ -1,0 +1,55 @@
+// Blocks that walk the chunks of a sequence and value head, in one direction: warps, registers, the part of the state.
+#pragma once
+
+#include "common/warp_arrivals.cuh"
+#include "sm90/gated_delta/record.cuh"
+#include "sm90/warp.cuh"
+
+// Macro from the host: WARPGROUPS. A block has a whole state (2), or two blocks have half of the value rows each (1).
+static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 value rows a warpgroup");
+// Four warps a warpgroup carry 64 value rows of the state; four more load, each a quarter of a chunk's rows.
+constexpr int STATE_WARPS = 4 * WARPGROUPS, LOAD_WARPS = 4, THREADS = 32 * (STATE_WARPS + LOAD_WARPS);
+constexpr int PARTS = 2 / WARPGROUPS, BLOCK_VALUES = 64 * WARPGROUPS;
+// Moved between warpgroups if two have the state.
+constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, LOAD_REGISTERS = 40;
+static_assert(2 * STATE_REGISTERS + LOAD_REGISTERS <= 3 * START_REGISTERS,
+              "more registers than the block has");
+template <int REGISTERS>
+__device__ __forceinline__ void set_role_registers() {
+  if constexpr (WARPGROUPS == 2) set_registers<REGISTERS, START_REGISTERS>();
+}
+
+// A block's sequence and value head, and which part of the value rows it has.
+struct Item {
+  Sequence s;
+  int n, hv, part;
+};
+// Of the `block`-th among blocks of one direction.
+__device__ __forceinline__ Item find_item(const GatedDeltaParams& p, int block) {
+  const int item = block / PARTS, n = item / p.HV;
+  return {find_read_sequence(p, n), n, item - n * p.HV, block % PARTS};
+}
+
+// The part of a chunk's record that walks read.
+struct WalkRecord {
+  RecordImages images;
+  RecordFactors factors;
+};
+static_assert(sizeof(WalkRecord) == WALK_BYTES, "what is behind the factors is not copied");
+
+// Of a ring: a stage's barriers count the bytes and the warps whose rows have arrived (full), and the warps that have
+// read it (empty).
+template <int STAGES>
+struct RingBarriers {
+  u64 full[STAGES], empty[STAGES];
+};
+template <int STAGES>
+__device__ __forceinline__ void make_ring_barriers(u32 barriers) {
+  const int i = thread_index();
+  if (i < STAGES) {
+    barrier_init(barriers + 8 * i, 1 + LOAD_WARPS * WARP_ARRIVALS);
+    barrier_init(barriers + 8 * STAGES + 8 * i, STATE_WARPS * WARP_ARRIVALS);
+  }
+  fence_async_proxy();  // bulk copies use them
+  sync_block();
+}

@@ -1,0 +1,78 @@
+// Factors of tokens, applied to products over a chunk: float32 sums of 16 value rows by 64 tokens.
+#pragma once
+
+#include "sm90/chunk_forward/segments/segment_products.cuh"
+#include "sm90/gated_delta/record.cuh"
+
+// A factor of each token, for this lane's columns of products over 64 tokens.
+struct ColumnFactors {
+  float2 x[2 * C_TILES];
+};
+__device__ __forceinline__ ColumnFactors load_factors(u32 from, const Lane& l) {
+  ColumnFactors f;
+#pragma unroll
+  for (int j = 0; j < C_TILES; ++j) {
+    const float4 x = load_shared4(from + factor_offset(l.t) + 16 * j);
+    f.x[2 * j] = {x.x, x.y}, f.x[2 * j + 1] = {x.z, x.w};
+  }
+  return f;
+}
+using Products = float[2 * C_TILES][4];
+__device__ __forceinline__ void multiply_columns(Products& x, const ColumnFactors& f) {
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j)
+    x[j][0] *= f.x[j].x, x[j][1] *= f.x[j].y, x[j][2] *= f.x[j].x, x[j][3] *= f.x[j].y;
+}
+// x += y, its columns multiplied.
+__device__ __forceinline__ void add_multiplied(Products& x, const Products& y, const ColumnFactors& f) {
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j) {
+    x[j][0] += f.x[j].x * y[j][0], x[j][1] += f.x[j].y * y[j][1];
+    x[j][2] += f.x[j].x * y[j][2], x[j][3] += f.x[j].y * y[j][3];
+  }
+}
+// y = v - state S k.
+__device__ __forceinline__ void subtract_from(Products& x, const TokenOperand& v, const ColumnFactors& f) {
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 pair = v.a[j >> 1][2 * (j & 1) + i];
+      x[j][2 * i] = bf16_low(pair) - f.x[j].x * x[j][2 * i];
+      x[j][2 * i + 1] = bf16_high(pair) - f.x[j].y * x[j][2 * i + 1];
+    }
+  }
+}
+__device__ __forceinline__ void pack_scaled(TokenOperand& to, const Products& x, const ColumnFactors& f) {
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      to.a[j >> 1][2 * (j & 1) + i] = pack_bf16(x[j][2 * i] * f.x[j].x, x[j][2 * i + 1] * f.x[j].y);
+  }
+}
+__device__ __forceinline__ void scale_rounded(TokenOperand& x, const ColumnFactors& f) {
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      u32& pair = x.a[j >> 1][2 * (j & 1) + i];
+      pair = pack_bf16(bf16_low(pair) * f.x[j].x, bf16_high(pair) * f.x[j].y);
+    }
+  }
+}
+__device__ __forceinline__ void scale_state(State& state, float by) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) state.s[j][e] *= by;
+  }
+  fence_registers(state.s);
+}
+
+// A wait for what has come already. It ends a basic block: the assembler would move loads of shared memory, and what
+// needs them, between products that are requested one after another.
+template <class Ring>
+__device__ __forceinline__ void end_basic_block(const Ring& ring) {
+  ring.wait_full();
+}

@@ -1,0 +1,218 @@
+// The forward walk: every sequence and value head from its start, chunk after chunk; record.cuh has the formulas. S is
+// carried transposed in float32 accumulators, its bfloat16 copy is the left operand of the products with k and q, and
+// k, as it lies, the right operand of three products. In the order of the matrix unit:
+//
+//   S k^T,  S q^T,  y t^T (added to y),  (to_end u) k,  u a^T (added to output S q^T)
+//
+// A warp cannot go on before its products with left operands in registers have begun, so little of its other work lies
+// beside them: it is the other warpgroup's products that do. o is stored one chunk later, through a part of shared
+// memory of the warp's own.
+//
+// A walk that KEEPS: u and the state at its start, both as the products have them, are stored for each chunk
+// (backward_workspace.cuh).
+#pragma once
+
+#include "common/clear_rows.cuh"
+#include "sm90/gated_delta/walk_factors.cuh"
+#include "sm90/gated_delta/walk_loads.cuh"
+#include "sm90/gated_delta/walk_stores.cuh"
+#include "sm90/ring.cuh"
+
+constexpr int STAGES = 3;
+struct alignas(1024) Stage {
+  WalkRecord record;
+  RingBarriers<STAGES> barriers;  // of all stages in the first one, where alignment leaves room
+  alignas(1024) TileImage k;
+  TileImage q;
+  SquareImage values[WARPGROUPS];  // rows of tokens
+};
+// Of a warp, for o and all else that it stores.
+template <bool KEEPS>
+constexpr u32 STAGING_BYTES = KEEPS ? sizeof(WarpStaging) : sizeof(u16[C][16]);
+template <bool KEEPS>
+struct ForwardMemory {
+  Stage stages[STAGES];
+  unsigned char staging[STATE_WARPS][STAGING_BYTES<KEEPS>];
+};
+using StageRing = Ring<STAGES, 0, sizeof(Stage), OFFSET(Stage, barriers), 8 * STAGES>;
+
+__device__ __forceinline__ Item find_item(const GatedDeltaParams& p) {
+  return find_item(p, opaque(block_index()));  // each role finds it anew
+}
+
+__device__ __forceinline__ void load_forward(const GatedDeltaParams& p, const Item& x, u32 shared,
+                                             int thread) {
+  const int h = divide(x.hv, p.group_factor, p.group_shift);
+  auto k = key_source(p, x, h, thread), q = query_source(p, x, h, thread);
+  auto v = value_source(p, x, thread);
+  u64 record = record_at(p, x.s.slot, x.hv);
+  int left = x.s.length;
+  load_chunks(StageRing{shared}, x.s.chunks, thread, [&](const StageRing& ring) {
+    const u32 stage = ring.stage();
+    if (thread == 0) {
+      barrier_expect(ring.full(), WALK_BYTES);
+      copy_record(stage + OFFSET(Stage, record), record, WALK_BYTES, ring.full());
+    }
+    k.fetch(stage + OFFSET(Stage, k), left, thread);
+    q.fetch(stage + OFFSET(Stage, q), left, thread);
+    v.fetch(stage + OFFSET(Stage, values), left, thread);
+    left -= C;
+    record += (u64)p.HV * RECORD_BYTES;
+  });
+}
+
+// Row of the first checkpoint of sequence n; all lanes.
+__device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p, int n) {
+  if (!p.cu_seqlens) return n * ((p.T + p.ckpt_every - 1) / p.ckpt_every);
+  long long rows = 0;
+  for (int m = 0; m < n; ++m) rows += (find_sequence(p, m).length + p.ckpt_every - 1) / p.ckpt_every;
+  return rows;
+}
+
+// What is kept of a chunk: where a lane's part of u goes, and the state's image.
+struct KeptPlaces {
+  OutputPlace u;
+  u64 state;
+};
+__device__ __forceinline__ KeptPlaces kept_places(const GatedDeltaBackwardParams& p, const Item& x,
+                                                  const Lane& l) {
+  const long long unit = (long long)x.s.slot * p.HV + x.hv;
+  return {u_place(u_at(p, unit), l), state_image_at(p.states, unit)};
+}
+__device__ __forceinline__ void next_chunk(KeptPlaces& kept, int HV) {
+  kept.u.at += (long long)HV * TILE_BYTES;
+  kept.state += (u64)HV * STATE_BYTES;
+}
+
+template <bool KEEPS, class Params>
+__device__ __forceinline__ void carry_state(const Params& p, const Item& item, u32 shared, int warp,
+                                            const Lane& l) {
+  const int row = l.row + l.g;
+  State state;
+  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
+  int wait = p.ckpt_every ? 0 : 1 << 30;                        // until the next one
+  const u64 head_bytes = (u64)K * V * state_size(p);
+  u64 checkpoint = p.ckpt_every ? p.ckpt + (first_checkpoint(p, item.n) * p.HV + item.hv) * head_bytes : 0;
+  const long long token_bytes = 2ll * p.HV * V;
+  // Of the chunk before, whose output is stored beside this one's products.
+  OutputPlace to = output_place<PackedRows>(reinterpret_cast<unsigned char*>(p.o) +
+                                                (item.s.batch * p.T + item.s.first - C) * token_bytes +
+                                                2 * (item.hv * V + l.row),
+                                            (int)token_bytes, l);
+  const u32 own = shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
+  const PackedRows staging = {own};
+  int left = item.s.length, out_tokens = 0;
+  Operand s;
+  pack_state(s, state);
+  TokenOperand out = {};  // of the chunk before
+  StageRing ring = {shared};
+  KeptPlaces kept;
+  if constexpr (KEEPS) kept = kept_places(p, item, l);
+#pragma unroll 1
+  for (int c = 0; c < item.s.chunks; ++c) {
+    if (wait == 0) {
+      write_state(state, row, l.t, checkpoint, p.flags);
+      checkpoint += (u64)p.HV * head_bytes;
+      wait = block;
+    }
+    --wait;
+    const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record),
+              factors = record + OFFSET(ChunkRecord, factors);
+    const u64 k = operand_descriptor(stage + OFFSET(Stage, k), 16, 1024),
+              over_k = operand_descriptor(stage + OFFSET(Stage, k), SQUARE_BYTES, 1024);
+    const u64 q = step(k, OFFSET(Stage, q) - OFFSET(Stage, k)),
+              t = operand_descriptor(record + OFFSET(RecordImages, t), 16, 1024);
+    const u64 a = step(t, OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
+    ring.wait_full();
+    Products u = {}, o = {};
+    fence_registers(u);
+    fence_registers(o);
+    warpgroup_fence();
+    multiply_channels(u, s, k);
+    warpgroup_commit();
+    multiply_channels(o, s, q);
+    warpgroup_commit();
+    end_basic_block(ring);
+    TokenOperand v, y;
+    load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
+    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
+    const float last = load_shared1(factors + OFFSET(RecordFactors, last));
+    stage_output(out, staging, l);
+    scale_state(state, last);
+    store_output(read_output(staging, l), to, out_tokens, l);
+    next_chunk(to);
+    if constexpr (KEEPS) store_state_rows(s, own, kept.state, l);
+    warpgroup_wait<1>();
+    fence_registers(u);
+    subtract_from(u, v, of_state);
+    pack_rows(y, u);
+    fence_registers(y.a);
+    fence_registers(u);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
+    warpgroup_commit();
+    end_basic_block(ring);
+    const ColumnFactors of_output = load_factors(factors + OFFSET(RecordFactors, output), l);
+    warpgroup_wait<1>();
+    fence_registers(o);
+    multiply_columns(o, of_output);
+    const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
+    warpgroup_wait<0>();
+    fence_registers(u);
+    TokenOperand ends;
+    pack_scaled(ends, u, to_end);
+    pack_rows(y, u);
+    fence_registers(ends.a);
+    fence_registers(y.a);
+    fence_registers(o);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, ends.a[kk], over_tokens(over_k, kk), 1);
+    warpgroup_commit();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, y.a[kk], step(a, kk * 32), 1);
+    warpgroup_commit();
+    if constexpr (KEEPS) {
+      end_basic_block(ring);
+      store_tokens(y, own, kept.u, C, l);
+      next_chunk(kept, p.HV);
+    }
+    warpgroup_wait<1>();
+    fence_registers(state.s);
+    pack_state(s, state);
+    fence_registers(s.a);
+    if constexpr (WARPGROUPS == 2) end_basic_block(ring);  // else 532 bytes are spilled
+    warpgroup_wait<0>();
+    fence_registers(o);
+    warp_arrive(ring.empty(), l.lane);
+    ring.next();
+    pack_rows(out, o);
+    out_tokens = left < C ? left : C;
+    left -= C;
+  }
+  stage_output(out, staging, l);
+  store_output(read_output(staging, l), to, out_tokens, l);
+  if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
+    write_state(state, row, l.t, final, p.flags);
+}
+
+template <bool KEEPS, class Params>
+__device__ __forceinline__ void walk_forward(const Params& p, u32 shared) {
+  make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
+  const int warp = uniform(thread_index() >> 5);
+  wait_for_inputs();
+  if (warp < STATE_WARPS) {
+    set_role_registers<STATE_REGISTERS>();
+    const Item x = find_item(p);
+    carry_state<KEEPS>(p, x, shared, warp, make_lane(warp, x.part));
+  } else {
+    set_role_registers<LOAD_REGISTERS>();
+    const int thread = thread_index() - 32 * STATE_WARPS;
+    load_forward(p, find_item(p), shared, thread);
+    clear_unused_rows(
+        p, 2ll * p.HV * V,
+        {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
+  }
+}

@@ -1,0 +1,86 @@
+// How the loading warps fill a ring of stages: the record's parts as bulk copies, rows of tokens as ordinary ones.
+//
+// A stage's barrier for full counts the bytes of bulk copies and the warps whose rows have arrived.
+#pragma once
+
+#include "sm90/bulk_copies.cuh"
+#include "sm90/gated_delta/walk_block.cuh"
+
+// A loading thread's 16 bytes of every ROWS_AT_ONCE-th row.
+template <int PIECES>
+struct RowSource {
+  static constexpr int ROWS_AT_ONCE = 32 * LOAD_WARPS / PIECES;
+  const unsigned char* at;
+  long long step;  // bytes from one of the thread's rows to the next
+  __device__ __forceinline__ static int piece(int thread) { return thread % PIECES; }
+  __device__ __forceinline__ static int row(int thread) { return thread / PIECES; }
+  // A chunk's rows, zeros past the end. `to`: images of 64 columns. Moves on to the next chunk.
+  __device__ __forceinline__ void fetch(u32 to, int rows, int thread) {
+    const u32 image = to + piece(thread) / 8 * SQUARE_BYTES;
+    int left = rows - row(thread);
+#pragma unroll
+    for (int n = 0; n < C; n += ROWS_AT_ONCE) {
+      copy_async16(image + swizzled(row(thread) + n, piece(thread) % 8), at, left > 0);
+      at += step;
+      left -= ROWS_AT_ONCE;
+    }
+  }
+  __device__ __forceinline__ void move(int chunks) { at += chunks * (C / ROWS_AT_ONCE) * step; }
+};
+// `offset`: of the first row, in elements, as `row`, from one row to the next.
+template <int PIECES>
+__device__ __forceinline__ RowSource<PIECES> row_source(u64 base, long long offset, long long row,
+                                                        int thread) {
+  using Source = RowSource<PIECES>;
+  return {reinterpret_cast<const unsigned char*>(base) + 2 * (offset + Source::row(thread) * row) +
+              16 * Source::piece(thread),
+          2 * row * Source::ROWS_AT_ONCE};
+}
+// Of q and k; and of the block's values in v, or in arrays [B, T, HV, V].
+__device__ __forceinline__ RowSource<16> query_source(const GatedDeltaParams& p, const Item& x, int h,
+                                                      int thread) {
+  return row_source<16>(p.q, x.s.batch * p.q_sb + x.s.first * p.q_st + h * p.q_sh, p.q_st, thread);
+}
+__device__ __forceinline__ RowSource<16> key_source(const GatedDeltaParams& p, const Item& x, int h,
+                                                    int thread) {
+  return row_source<16>(p.k, x.s.batch * p.k_sb + x.s.first * p.k_st + h * p.k_sh, p.k_st, thread);
+}
+using ValueSource = RowSource<BLOCK_VALUES / 8>;
+__device__ __forceinline__ ValueSource value_source(const GatedDeltaParams& p, const Item& x, int thread) {
+  return row_source<BLOCK_VALUES / 8>(
+      p.v, x.s.batch * p.v_sb + x.s.first * p.v_st + x.hv * p.v_sh + BLOCK_VALUES * x.part, p.v_st, thread);
+}
+__device__ __forceinline__ ValueSource packed_value_source(const GatedDeltaParams& p, u64 base, const Item& x,
+                                                           int thread) {
+  const long long token = p.HV * V;
+  return row_source<BLOCK_VALUES / 8>(
+      base, (x.s.batch * p.T + x.s.first) * token + x.hv * V + BLOCK_VALUES * x.part, token, thread);
+}
+
+// Bytes of a record to the stage whose barrier `full` is.
+__device__ __forceinline__ void copy_record(u32 to, u64 from, u32 bytes, u32 full) {
+  copy_in(to, reinterpret_cast<const void*>(from), bytes, full);
+}
+
+// Calls load(ring) for the stage of each of `chunks` chunks; it requests the copies of all that belongs to it.
+template <class Ring, class F>
+__device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F load) {
+  Ring arrived = ring;
+  const auto tell = [&] {
+    fence_async_proxy();  // products read what has come by ordinary copies
+    warp_arrive(arrived.full(), thread & 31);
+    arrived.next();
+  };
+  for (int c = 0; c < chunks; ++c) {
+    ring.wait_empty();
+    load(ring);
+    copy_async_commit();
+    if (c) {
+      copy_async_wait<1>();
+      tell();
+    }
+    ring.next();
+  }
+  copy_async_wait<0>();
+  if (chunks) tell();
+}

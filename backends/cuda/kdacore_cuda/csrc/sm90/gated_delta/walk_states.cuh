@@ -1,0 +1,111 @@
+// The forward walk without outputs: u and the states at the chunks' starts, as walk_forward.cuh has them, bit for bit.
+// In the order of the matrix unit:
+//
+//   S k^T,  y t^T (added to y),  (to_end u) k (added to last S)
+#pragma once
+
+#include "sm90/gated_delta/walk_factors.cuh"
+#include "sm90/gated_delta/walk_loads.cuh"
+#include "sm90/gated_delta/walk_stores.cuh"
+#include "sm90/ring.cuh"
+
+constexpr int STATES_STAGES = 4;
+struct alignas(1024) StatesStage {
+  SquareImage t;
+  RecordFactors factors;
+  RingBarriers<STATES_STAGES> barriers;  // of all stages in the first one
+  alignas(1024) TileImage k;
+  SquareImage values[WARPGROUPS];  // rows of tokens
+};
+struct StatesMemory {
+  StatesStage stages[STATES_STAGES];
+  WarpStaging staging[STATE_WARPS];
+};
+using StatesRing =
+    Ring<STATES_STAGES, 0, sizeof(StatesStage), OFFSET(StatesStage, barriers), 8 * STATES_STAGES>;
+
+__device__ __forceinline__ void load_states(const GatedDeltaBackwardParams& p, const Item& x, u32 shared,
+                                            int thread) {
+  auto k = key_source(p, x, divide(x.hv, p.group_factor, p.group_shift), thread);
+  auto v = value_source(p, x, thread);
+  u64 record = record_at(p, x.s.slot, x.hv);
+  int left = x.s.length;
+  load_chunks(StatesRing{shared}, x.s.chunks, thread, [&](const StatesRing& ring) {
+    const u32 stage = ring.stage();
+    if (thread == 0) {
+      barrier_expect(ring.full(), SQUARE_BYTES + sizeof(RecordFactors));
+      copy_record(stage + OFFSET(StatesStage, t), record + OFFSET(ChunkRecord, images.t), SQUARE_BYTES,
+                  ring.full());
+      copy_record(stage + OFFSET(StatesStage, factors), record + OFFSET(ChunkRecord, factors),
+                  sizeof(RecordFactors), ring.full());
+    }
+    k.fetch(stage + OFFSET(StatesStage, k), left, thread);
+    v.fetch(stage + OFFSET(StatesStage, values), left, thread);
+    left -= C;
+    record += (u64)p.HV * RECORD_BYTES;
+  });
+}
+
+__device__ __forceinline__ void carry_state_alone(const GatedDeltaBackwardParams& p, const Item& item,
+                                                  u32 shared, int warp, const Lane& l) {
+  State state;
+  read_state(state, l.row + l.g, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  const u32 staging = shared + OFFSET(StatesMemory, staging) + warp * (u32)sizeof(WarpStaging);
+  const long long unit = (long long)item.s.slot * p.HV + item.hv;
+  OutputPlace to = u_place(u_at(p, unit), l);
+  u64 image = state_image_at(p.states, unit);
+  Operand s;
+  pack_state(s, state);
+  StatesRing ring = {shared};
+#pragma unroll 1
+  for (int c = 0; c < item.s.chunks; ++c) {
+    const u32 stage = ring.stage(), factors = stage + OFFSET(StatesStage, factors);
+    const u64 k = operand_descriptor(stage + OFFSET(StatesStage, k), 16, 1024),
+              over_k = operand_descriptor(stage + OFFSET(StatesStage, k), SQUARE_BYTES, 1024),
+              t = operand_descriptor(stage + OFFSET(StatesStage, t), 16, 1024);
+    ring.wait_full();
+    Products u = {};
+    fence_registers(u);
+    warpgroup_fence();
+    multiply_channels(u, s, k);
+    warpgroup_commit();
+    end_basic_block(ring);
+    TokenOperand v, y;
+    load_values(v, l, value_rows(stage + OFFSET(StatesStage, values), l.row % BLOCK_VALUES));
+    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
+    store_state_rows(s, staging, image, l);
+    scale_state(state, load_shared1(factors + OFFSET(RecordFactors, last)));
+    warpgroup_wait<0>();
+    fence_registers(u);
+    subtract_from(u, v, of_state);
+    pack_rows(y, u);
+    fence_registers(y.a);
+    fence_registers(u);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
+    warpgroup_commit();
+    end_basic_block(ring);
+    const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
+    warpgroup_wait<0>();
+    fence_registers(u);
+    TokenOperand ends;
+    pack_scaled(ends, u, to_end);
+    pack_rows(y, u);
+    fence_registers(ends.a);
+    fence_registers(y.a);
+    warpgroup_fence();
+#pragma unroll
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, ends.a[kk], over_tokens(over_k, kk), 1);
+    warpgroup_commit();
+    end_basic_block(ring);
+    store_tokens(y, staging, to, C, l);
+    warpgroup_wait<0>();
+    fence_registers(state.s);
+    pack_state(s, state);
+    warp_arrive(ring.empty(), l.lane);
+    ring.next();
+    to.at += (long long)p.HV * TILE_BYTES;
+    image += (u64)p.HV * STATE_BYTES;
+  }
+}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kdacore.bench.cases import PRESETS
+from kdacore.bench.runner import shape
 from kdacore.integrations.flash_qla_times import FILE, OP
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +53,8 @@ def _calls(path: Path, folder: Path) -> Iterator[Record]:
         case = next((c for c in PRESETS.get(row["preset"], ()) if c.name == row["case"]), None)
         if case is None:
             raise ValueError(f"{path}: preset {row['preset']} has no case {row['case']!r}")
+        if row["shape"] != shape(case):
+            raise ValueError(f"{path}: {row['case']} was measured with {row['shape']}; wanted {shape(case)}")
         if row["seconds"] is None or case.op != OP or case.gate_inside or row["phase"] not in PHASES:
             continue
         yield {
@@ -65,6 +68,7 @@ def _calls(path: Path, folder: Path) -> Iterator[Record]:
             "gates": row["gates"],
             "kdacore": _rounded(_ours(path, rows, row)),
             "flash_qla": _rounded(row["seconds"]),
+            "version": row["contender"].removeprefix(PEER),
             "record": path.relative_to(folder).as_posix(),
         }
 

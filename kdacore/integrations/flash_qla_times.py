@@ -22,6 +22,8 @@ SIZE = 128
 """K and V of every measured call, and of every call that FlashQLA serves."""
 FACTOR = 4.0
 """A call that differs from a measured one by more than this factor in one of its sizes is not judged by it."""
+_ROUNDING = 1e-9
+"""Distances that differ by less are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class Times:
     """Seconds of the backend that automatic choice took."""
     flash_qla: float
     """Seconds."""
+    version: str
+    """of FlashQLA."""
     record: str
     """File in ``benchmarks/results``."""
 
@@ -69,10 +73,11 @@ def why_slower(request: Request) -> str:
     if not near or any(times.kdacore <= times.flash_qla for times in near):
         return ""
     times = near[0]
+    call = f"{times.phase} of {times.tokens} tokens in {times.N} sequences, {times.H} key and {times.HV} value heads"
+    theirs, ours = times.flash_qla * 1e3, times.kdacore * 1e3
     return (
-        f"FlashQLA is faster in the nearest measured call: {times.phase} of {times.tokens} tokens in {times.N} "
-        f"sequences, {times.H} key and {times.HV} value heads, on {times.arch}: {times.flash_qla * 1e3:.3f} ms, "
-        f"kdacore {times.kdacore * 1e3:.3f} ms (benchmarks/results/{times.record})"
+        f"FlashQLA {times.version} is faster in the nearest measured call: {call}, on {times.arch}: {theirs:.3f} ms, "
+        f"kdacore {ours:.3f} ms (benchmarks/results/{times.record})"
     )
 
 
@@ -94,9 +99,6 @@ def nearest(request: Request, among: tuple[Times, ...]) -> tuple[Times, ...]:
     }
     least = min(sums.values(), default=0.0)
     return tuple([times for times, distance in sums.items() if distance <= least + _ROUNDING])
-
-
-_ROUNDING = 1e-9
 
 
 def _sizes(N: int, tokens: int, H: int, HV: int) -> tuple[float, ...]:

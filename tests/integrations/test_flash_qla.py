@@ -33,7 +33,8 @@ T, H, HV, D = 70, 1, 2, 128
 
 def times(**changes: Any) -> Times:
     given = {"arch": "sm_90", "phase": "forward", "dtype": "bfloat16", "N": 1, "tokens": 8192, "H": 16, "HV": 32,
-             "gates": "init", "kdacore": 2e-3, "flash_qla": 1e-3, "record": "h200/h200-gdn.json"}  # fmt: skip
+             "gates": "init", "kdacore": 2e-3, "flash_qla": 1e-3, "version": "0.1.3",
+             "record": "h200/h200-gdn.json"}  # fmt: skip
     return Times(**{**given, **changes})
 
 
@@ -71,7 +72,7 @@ def row(case: str, contender: str, seconds: float | None, **more: Any) -> dict[s
         "preset": "h200-gdn-training",
         "phase": "training",
         "gates": "init",
-        "shape": "",
+        "shape": f"{case.partition(',')[0]} K128 V128",
         "dtype": "bfloat16",
     }
     return {**about, "case": case, "contender": contender, "seconds": seconds, "auto": False, **more}
@@ -110,6 +111,11 @@ def test_a_table_from_a_record(tmp_path: Path) -> None:
     ("rows", "machine", "said"),
     [
         ([row("B0", "flash-qla 0.1.3", 1.0)], MACHINE, "preset h200-gdn-training has no case 'B0'"),
+        (
+            [row(GIVEN, "flash-qla 0.1.3", 1.0, shape="B2 T16")],
+            MACHINE,
+            "measured with B2 T16; wanted B8 T2048",
+        ),
         ([row(GIVEN, "flash-qla 0.1.3", 1.0)], MACHINE, "no time of the backend that auto takes"),
         ([row(GIVEN, "flash-qla 0.1.3", 1.0), row(GIVEN, "kdacore cuda", 1.0, auto=True)], {}, "which GPU"),
     ],
@@ -152,8 +158,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_reason_names_the_measured_call(table: Any) -> None:
     table(times())
     assert why_slower(request_of(times())) == (
-        "FlashQLA is faster in the nearest measured call: forward of 8192 tokens in 1 sequences, 16 key and 32 value "
-        "heads, on sm_90: 1.000 ms, kdacore 2.000 ms (benchmarks/results/h200/h200-gdn.json)"
+        "FlashQLA 0.1.3 is faster in the nearest measured call: forward of 8192 tokens in 1 sequences, 16 key and 32 "
+        "value heads, on sm_90: 1.000 ms, kdacore 2.000 ms (benchmarks/results/h200/h200-gdn.json)"
     )
 
 
@@ -266,7 +272,9 @@ def left(integration: Any, x: dict[str, Any], **options: Any) -> str:
 
 def test_a_call_that_flash_qla_computes_faster_is_left_to_it(integration: Any, flash_qla: FlashQLA) -> None:
     for seen in range(1, 5):  # a call seen before is left as the first is
-        assert left(integration, arguments()).startswith("FlashQLA is faster in the nearest measured call")
+        assert left(integration, arguments()).startswith(
+            "FlashQLA 0.1.3 is faster in the nearest measured call"
+        )
         assert flash_qla.calls == seen
 
 

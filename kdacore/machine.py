@@ -33,6 +33,10 @@ DISTRIBUTIONS = (
     "fla-core",
     "flash-kda",
     "nvidia-cudnn-frontend",
+    "flash-qla",
+    "tilelang",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
 )
 
 _DRIVER_FILES = {"cuda": "/proc/driver/nvidia/version", "rocm": "/sys/module/amdgpu/version"}

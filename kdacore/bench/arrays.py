@@ -12,6 +12,8 @@ from kdacore.calls.description import options as described
 from kdacore.calls.requests import request_with
 from kdacore.calls.values import Shape, offsets, to_kind
 from kdacore.ops import OPS
+from kdacore.oracle.gate import sigmoid
+from kdacore.oracle.host_values import to_float64
 from kdacore.types import Request, TensorSpec
 
 Arrays = dict[str, Any]
@@ -27,11 +29,11 @@ def options(case: Case) -> dict[str, Any]:
     """The options of the public call."""
     given: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
+        "use_gate_in_kernel": case.gate_inside,
+        "use_beta_sigmoid_in_kernel": case.gate_inside,
         "output_final_state": True,
     }
-    if case.gate == "sigmoid":
+    if case.gate == "sigmoid" and case.gate_inside:
         given.update(safe_gate=True, lower_bound=-5.0)
     if case.disable_recompute:
         given["disable_recompute"] = True
@@ -52,7 +54,7 @@ def call_of(case: Case, device: str, arch: str = "") -> CallDescription:
         arch=arch,
         shape=Shape(case.B, case.T, case.H, case.value_heads, case.K, case.V, case.lengths),
         dtype=case.dtype,
-        gate_dtype=case.gate_dtype or case.dtype,
+        gate_dtype=case.gate_dtype or (case.dtype if case.gate_inside else "float32"),
         beta_dtype=case.dtype,
         index_dtype="int32" if pool else "int64",
         state_dtype=case.state_dtype,
@@ -79,8 +81,16 @@ def make(case: Case, gates: str, device: str) -> Arrays:
     def convert(name: str, values: Any) -> None:
         x[name] = to_kind(values, case.kind, wanted[name].dtype, device)
 
-    convert("A_log", np.log(rng.uniform(1, 16, wanted["A_log"].shape)))
-    convert("dt_bias", _bias(rng, gates, wanted["dt_bias"].shape))
+    heads, *channels = wanted["g"].shape[2:]
+    A_log = np.log(rng.uniform(1, 16, heads))
+    dt_bias = _bias(rng, gates, (heads, *channels))
+    if case.gate_inside:
+        convert("A_log", A_log)
+        convert("dt_bias", dt_bias)
+    else:
+        rates = np.exp(A_log).reshape(heads, *(1,) * len(channels))
+        convert("g", -rates * np.logaddexp(0.0, to_float64(x["g"]) + dt_bias))
+        convert("beta", sigmoid(to_float64(x["beta"])))
     if "cu_seqlens" in wanted:
         convert("cu_seqlens", offsets(case.lengths))
     if "initial_state" in wanted:

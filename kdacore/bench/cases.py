@@ -53,6 +53,9 @@ class Case:
     kind: ArrayKind = "torch"
     gate: Gate = "sigmoid"
     """``sigmoid``: the safe gate, bounded by -5; ``softplus``: unbounded."""
+    gate_inside: bool = True
+    """The call computes the decay and beta from raw inputs. False: the caller has done so, with an unbounded gate, and
+    gives the log decay in float32."""
     gate_sets: tuple[str, ...] = GATE_SETS
     disable_recompute: bool = False
     initial_state: bool = False
@@ -251,9 +254,14 @@ _H200_HEADS = (
 
 def _gated_delta(name: str, H: int, HV: int, *cuda: float, **sizes: Any) -> Case:
     """Milliseconds that cuda must reach, and aims at."""
-    goals = _goals(1e-3, cuda=cuda)
+    goals = _goals(1e-3, cuda=cuda) if cuda else {}
     op = "chunk_gated_delta_rule"
     return Case(name=name, op=op, gate="softplus", H=H, HV=HV, goals=goals, **sizes)
+
+
+def _decay_given(name: str, H: int, HV: int, **sizes: Any) -> Case:
+    """A call as flash-linear-attention hands them to FlashQLA, which computes neither the decay nor beta."""
+    return _gated_delta(f"{name}, decay given", H, HV, gate_inside=False, **sizes)
 
 
 _H200_GATED_DELTA = (
@@ -266,8 +274,24 @@ _H200_GATED_DELTA = (
     _gated_delta("packed 6 uneven H16 HV32", 16, 32, 0.21, 0.15, T=sum(PACK), lengths=PACK),
     _gated_delta("B1 T32768 H2 HV8", 2, 8, 0.25, 0.20, T=32768),
     _gated_delta("B1 T2048 H4 HV8 from a state", 4, 8, 0.05, 0.04, T=2048, initial_state=True),
+    _decay_given("B1 T8192 H16 HV32", 16, 32),
+    _decay_given("B1 T8192 H2 HV8", 2, 8),
+    _decay_given("B8 T2048 H16 HV32", 16, 32, B=8, T=2048),
+    _decay_given("B1 T8192 H16 HV64", 16, 64),
+    _decay_given("B1 T32768 H2 HV8", 2, 8, T=32768),
 )
-"""The gated delta rule, one decay a token, with the value heads of models that use it."""
+"""The forward of the gated delta rule, one decay a token, with the value heads of models that use it."""
+
+_H200_GATED_DELTA_TRAINING = (
+    _gated_delta("B1 T8192 H16 HV32", 16, 32, 0.85, 0.70, phase="training"),
+    _gated_delta("B1 T8192 H2 HV8", 2, 8, 0.32, 0.24, phase="training"),
+    _gated_delta("B8 T2048 H16 HV32", 16, 32, 1.6, 1.3, phase="training", B=8, T=2048),
+    _gated_delta("B1 T8192 H16 HV64", 16, 64, 1.7, 1.35, phase="training"),
+    _decay_given("B1 T8192 H16 HV32", 16, 32, phase="training"),
+    _decay_given("B1 T8192 H2 HV8", 2, 8, phase="training"),
+    _decay_given("B8 T2048 H16 HV32", 16, 32, phase="training", B=8, T=2048),
+    _decay_given("B1 T8192 H16 HV64", 16, 64, phase="training"),
+)
 
 
 def _choice() -> Iterator[Case]:
@@ -311,6 +335,7 @@ PRESETS: dict[str, tuple[Case, ...]] = {
     "h200-training": _H200_TRAINING,
     "h200-heads": _H200_HEADS,
     "h200-gdn": _H200_GATED_DELTA,
+    "h200-gdn-training": _H200_GATED_DELTA_TRAINING,
     "h200-decode": _H200_DECODE,
     "h200-decode-graph": _H200_DECODE_GRAPH,
     "h200-host": _H200_HOST,

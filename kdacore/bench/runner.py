@@ -25,6 +25,7 @@ BURSTS = 200
 be half as fast for a second."""
 
 GRADIENTS = (*gate.GRADIENTS, "A_log", "dt_bias")
+"""Of the arrays that a case has."""
 
 
 def run_case(
@@ -112,7 +113,7 @@ def run_once(
         return (*call(arrays), {})
     import torch
 
-    leaves = {name: arrays[name] for name in GRADIENTS}
+    leaves = {name: arrays[name] for name in GRADIENTS if name in arrays}
     o, state = call(arrays)
     found = torch.autograd.grad((o,), tuple(leaves.values()), (do,))
     return o.detach(), state, dict(zip(leaves, found, strict=True))
@@ -135,7 +136,8 @@ def own_arrays(case: Case, arrays: Arrays) -> Arrays:
         own["initial_state"] = state.clone() if case.kind == "torch" else state.copy()
     if case.trains:
         for name in GRADIENTS:
-            own[name] = own[name].detach().requires_grad_()
+            if name in own:
+                own[name] = own[name].detach().requires_grad_()
     return own
 
 

@@ -2,22 +2,28 @@
 
 Importing this module is all: it registers kdacore where flash-linear-attention 0.6 (``fla.backends``) or 0.5
 (``fla.ops.backends``) keeps its backends. Functions that do not go through that registry are replaced where they are
-called. ``FLA_KDACORE=0`` leaves every call to flash-linear-attention; :func:`deactivate` undoes everything.
+called. A call that FlashQLA computes faster, by the committed records, is left to it where it is installed.
+``FLA_KDACORE=0`` leaves every call to flash-linear-attention; :func:`deactivate` undoes everything.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdacore import config
 from kdacore.compat import fla_arguments
-from kdacore.integrations.handover import Handover, handed_over
+from kdacore.integrations.flash_qla_times import why_slower
+from kdacore.integrations.handover import Handover, handed_over, was_asked_for
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
+
+if TYPE_CHECKING:
+    from kdacore.types import Selection
 
 _FUNCTIONS = (
     "chunk_kda",
@@ -35,7 +41,24 @@ def is_active() -> bool:
     return _active and config.get().fla_kdacore
 
 
-_HANDOVERS = {name: Handover(getattr(fla_arguments, name), Hook(name), is_active) for name in _FUNCTIONS}
+def _why_left_to_flash_qla(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why FlashQLA, next in the registry, is to compute a call that kdacore could. Empty where it is not: kdacore is as
+    fast, or was asked for, or FlashQLA cannot compute it here."""
+    if was_asked_for(selection) or selection.request.batch_invariant:
+        return ""
+    reason = why_slower(selection.request)
+    return reason if reason and _flash_qla_takes(args, kwargs) else ""
+
+
+_HANDOVERS = {
+    name: Handover(
+        getattr(fla_arguments, name),
+        Hook(name),
+        is_active,
+        _why_left_to_flash_qla if name == "chunk_gated_delta_rule" else None,
+    )
+    for name in _FUNCTIONS
+}
 
 
 def activate() -> None:
@@ -82,7 +105,7 @@ def _backend_class(base: type) -> type:
         backend_type = "kdacore"
         package_name = "kdacore"
         env_var = "FLA_KDACORE"
-        priority = 1  # FlashKDA, the other CUDA backend, has 3
+        priority = 1  # FlashKDA and FlashQLA have 3
 
         @staticmethod
         def is_available() -> bool:
@@ -143,6 +166,47 @@ def _register_before_0_6() -> None:
     handover = _HANDOVERS["fused_recurrent_kda_fwd"]
     module = importlib.import_module("fla.ops.kda.fused_recurrent")
     _replace(module, "fused_recurrent_kda_fwd", handover, lambda original: handed_over(handover, original))
+
+
+# --- FlashQLA -----------------------------------------------------------------------------------------------------
+
+
+def _flash_qla_takes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Would flash-linear-attention, of itself, hand this call to FlashQLA? By the rules of its own backend, and only
+    where FlashQLA can be imported and compiled."""
+    backend = _flash_qla_backend()
+    if backend is None or not (backend.is_available() and backend.is_enabled()):
+        return False
+    accepted, _ = backend.verify("chunk_gated_delta_rule", *args, **kwargs)
+    return accepted and _flash_qla_is_usable()
+
+
+@functools.cache
+def _flash_qla_backend() -> Any:
+    """flash-linear-attention's backend for FlashQLA; None before 0.5.2, which has none."""
+    name = "fla.ops.gated_delta_rule.backends.flash_qla"
+    try:
+        return importlib.import_module(name).FlashQLABackend()
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return None
+
+
+@functools.cache
+def _flash_qla_is_usable() -> bool:
+    """Its kernels are compiled by nvcc at their first call, and it refuses to be imported where it has none."""
+    from fla.utils import has_usable_nvcc
+
+    if not has_usable_nvcc():
+        return False
+    try:
+        importlib.import_module("flash_qla")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        text = f"flash_qla is installed and cannot be imported, so kdacore computes what it would: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 # --- functions that have no registry ------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class Handover:
             as tensors are arrays, the others options; those annotated as ``torch.dtype`` decide nothing here.
         hook: its counts.
         is_active: whether the integration takes any call at present.
+        why_left: asked of a call that kdacore would serve, with its selection and the host's arguments: why it is left
+            to the host all the same; empty where it is not. The answer is remembered with the verdict.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Handover:
         translate: Callable[..., Call],
         hook: Hook,
         is_active: Callable[[], bool],
+        why_left: Callable[[Selection, tuple[Any, ...], dict[str, Any]], str] | None = None,
     ) -> None:
         self.hook = hook
+        self.why_left = why_left
         self.is_active = is_active
         self.translate = translate
         self._split, self._arrays = _splitter(translate)
@@ -99,7 +103,11 @@ class Handover:
             return self._keep(asked, arrays, options, (False, str(error)), self._refused_before(options))
         opdef = OPS[call.op]
         found = answer(opdef, *binder(opdef)(**call.arguments))
-        return self._keep(asked, arrays, options, _verdict_on(found), found.repeated)
+        verdict = _verdict_on(found)
+        if verdict is _TAKEN and self.why_left is not None and found.selection is not None:
+            reason = self.why_left(found.selection, args, kwargs)
+            verdict = (False, reason) if reason else _TAKEN
+        return self._keep(asked, arrays, options, verdict, found.repeated)
 
     def _refused_before(self, options: tuple[Any, ...]) -> bool:
         """Were options like these refused by the translation before?"""
@@ -137,7 +145,12 @@ def left_to_the_reference(selection: Selection) -> bool:
     request = selection.request
     if selection.backend != "reference" or request.device.type == "cpu" or request.batch_invariant:
         return False
-    return not selection.why.startswith(("forced", "preferred"))
+    return not was_asked_for(selection)
+
+
+def was_asked_for(selection: Selection) -> bool:
+    """Was the backend named by the caller or by the environment?"""
+    return selection.why.startswith(("forced", "preferred"))
 
 
 def _why_the_reference(selection: Selection) -> str:

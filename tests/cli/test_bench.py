@@ -41,7 +41,14 @@ QUICK = Budget(samples=3, seconds=1)
 SMALL = Case(name="small", T=70, H=2, K=16, V=16, dtype="float32", kind="numpy")
 GPU_CASES = [
     pytest.param(preset, case, id=f"{preset}: {case.name}")
-    for preset in ("h200-forward", "h200-training", "h200-decode", "h200-host")
+    for preset in (
+        "h200-forward",
+        "h200-training",
+        "h200-gdn",
+        "h200-gdn-training",
+        "h200-decode",
+        "h200-host",
+    )
     for case in PRESETS[preset]
 ]
 

@@ -331,7 +331,8 @@ def test_on_an_accelerator_the_reference_is_no_reason_to_take_a_call() -> None:
 
 
 def test_no_committed_record_has_fla_faster() -> None:
-    """The integration declines no call for its cost. The day a record says that it should, this test does too."""
+    """The integration declines no call in favour of flash-linear-attention's own kernels. The day a record says that it
+    should, this test does too. (FlashQLA: test_flash_qla.py.)"""
     slower, compared = [], 0
     for path in sorted((ROOT / "benchmarks/results/h200").glob("*.json")):
         record = json.loads(path.read_text())

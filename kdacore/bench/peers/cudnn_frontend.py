@@ -7,7 +7,9 @@ from typing import Any
 
 from kdacore.bench.arrays import Arrays, options
 from kdacore.bench.cases import Case
+from kdacore.bench.peers import preparation
 from kdacore.bench.peers.peer import Call, Peer, missing
+from kdacore.ops import OPS
 
 SIZE = 128
 HOPPER_ENGINE = "kda_hopper_cuda"
@@ -17,12 +19,14 @@ HOPPER_ENGINE = "kda_hopper_cuda"
 def _refusal(case: Case) -> str:
     training = case.phase == "training"
     return missing(
-        (case.op == "chunk_kda", "its in-place decode is not this op's"),
+        (OPS[case.op].family != "recurrent", "its in-place decode is not this op's"),
+        (case.op != "chunk_gated_delta_rule", "timed on Kimi Delta Attention only"),
         (case.phase in ("forward", "host", "training"), f"not timed in phase {case.phase}"),
         (case.K == case.V == SIZE, f"K = V = {SIZE} only"),
         (not training or case.value_heads == case.H, "no grouped value heads in its backward"),
         (not case.disable_recompute, "no choice of what is kept"),
         (case.dtype == "bfloat16", "bfloat16 only"),
+        (case.gate_inside, "raw gates only"),
     )
 
 
@@ -61,8 +65,6 @@ def _build(case: Case) -> Call:
 
 def _prepared(case: Case, x: Arrays, arrays: Arrays) -> Arrays:
     """The arguments, with what its kernels do not do done by torch."""
-    import torch
-
     training = case.phase == "training"
     if case.gate == "sigmoid" and not training:
         gate = {
@@ -72,24 +74,13 @@ def _prepared(case: Case, x: Arrays, arrays: Arrays) -> Arrays:
             "dt_bias": arrays["dt_bias"],
         }
     else:
-        x["g"] = _log_decay(case, x["g"], arrays)
+        x["g"] = preparation.log_decay(case, {**arrays, "g": x["g"]})
         gate = {}
     if not training:
         return {**x, **gate, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-    for name in ("q", "k"):
-        wide = x[name].float()
-        x[name] = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x[name].dtype)
+    x["q"], x["k"] = preparation.l2norm(x["q"]), preparation.l2norm(x["k"])
     x["beta"] = x["beta"].float().sigmoid()
     return x
-
-
-def _log_decay(case: Case, g: Any, arrays: Arrays) -> Any:
-    import torch
-
-    raw, rate = g.float() + arrays["dt_bias"], arrays["A_log"].exp()[:, None]
-    if case.gate == "sigmoid":
-        return options(case)["lower_bound"] * torch.sigmoid(rate * raw)
-    return -rate * torch.nn.functional.softplus(raw)
 
 
 PEER = Peer("nvidia-cudnn-frontend", _build, _refusal, _note)

@@ -8,18 +8,21 @@ from typing import Any
 from kdacore.bench.arrays import Arrays, options
 from kdacore.bench.cases import Case
 from kdacore.bench.peers.peer import Call, Peer, missing
+from kdacore.ops import OPS
 
 SIZE = 128
 
 
 def _refusal(case: Case) -> str:
     return missing(
-        (case.op == "chunk_kda", "has no decode step"),
+        (OPS[case.op].family != "recurrent", "has no decode step"),
+        (case.op != "chunk_gated_delta_rule", "Kimi Delta Attention only"),
         (case.phase in ("forward", "host"), "forward only"),
         (case.gate == "sigmoid", "bounded gates only"),
         (case.K == case.V == SIZE, f"K = V = {SIZE} only"),
         (case.value_heads == case.H, "no grouped value heads"),
         (case.dtype == "bfloat16", "bfloat16 only"),
+        (case.gate_inside, "raw gates only"),
     )
 
 

@@ -28,14 +28,16 @@ __device__ __forceinline__ float largest_of(int type) {
   return type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? LARGEST_BF16 : 65504.0f;
 }
 
-// What a lane's two tokens get: `d`, what pairs give; what the states give; what later tokens have, and what all have.
-__device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 queries, u32 keys, float last,
-                                                    int lane) {
-  const float2 q = load_shared2(queries + OFFSET(StateSums, rows) + 8 * lane),
-               k = load_shared2(keys + OFFSET(StateSums, rows) + 8 * lane);
-  const float4 of_queries = load_shared4(queries + OFFSET(StateSums, whole)),
-               of_keys = load_shared4(keys + OFFSET(StateSums, whole));
-  d[0] += q.x + k.x, d[1] += q.y + k.y;
+// What a lane's two tokens get: their own, what later ones have, and what all have. `sums`: DecaySums.
+__device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 sums, float last, int lane) {
+  d[0] = d[1] = 0.0f;
+#pragma unroll
+  for (int role = 0; role < ROLES; ++role) {
+    const float2 x = load_shared2(sums + OFFSET(DecaySums, rows) + 4 * C * role + 8 * lane);
+    d[0] += x.x, d[1] += x.y;
+  }
+  const float4 of_states = load_shared4(sums + OFFSET(DecaySums, of_states)),
+               of_keys = load_shared4(sums + OFFSET(DecaySums, of_keys));
   float later = d[0] + d[1];  // of this lane and all later ones
 #pragma unroll
   for (int n = 1; n < 32; n <<= 1) {
@@ -44,7 +46,7 @@ __device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 queries, 
   }
   float after = shuffle(later, (lane + 1) & 31);
   if (lane == 31) after = 0.0f;
-  after += last * (of_queries.x + of_queries.y + of_queries.z + of_queries.w) +
+  after += last * (of_states.x + of_states.y + of_states.z + of_states.w) +
            (of_keys.x + of_keys.y + of_keys.z + of_keys.w);
   d[1] += after;
   d[0] += d[1];

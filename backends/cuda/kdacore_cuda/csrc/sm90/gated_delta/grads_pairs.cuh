@@ -40,7 +40,7 @@ __device__ __forceinline__ void pack_key_pairs(KeyPairs& to, const PairSums& x, 
   }
 }
 
-// Of a value head: products d_o_i . u_j up to the diagonal (ROLE QUERIES), or -dv_i . u_j below it (KEYS), times
+// Of a value head: products d_o_i . u_j up to the diagonal (QUERIES), or -dv_i . u_j below it (PAIRS), times
 // beta_j 2^(G_i - G_j) are added to `all`. Weighed by `keys` they are added up by rows and by columns.
 template <Role ROLE>
 __device__ __forceinline__ void weigh_pairs(PairSums& all, float (&rows)[2], float (&columns)[4 * C_TILES],
@@ -90,25 +90,21 @@ __device__ __forceinline__ void add_over_columns(float (&x)[4 * C_TILES], const 
 
 // Adds sums of a warp's rows, which all four lanes of a row have, to numbers that a lane has of tokens 2 lane and
 // 2 lane + 1.
-__device__ __forceinline__ void add_rows(float (&x)[4 * C_TILES], const float (&rows)[2], const Lane& l) {
+__device__ __forceinline__ void add_rows(float (&x)[2], const float (&rows)[2], const Lane& l) {
   const int i = l.lane & 7, from = 8 * (i & 3);
   const float low[2] = {shuffle(rows[0], from), shuffle(rows[0], from + 4)},
               high[2] = {shuffle(rows[1], from), shuffle(rows[1], from + 4)};
   if (l.lane >> 3 == l.block) x[0] += i < 4 ? low[0] : high[0], x[1] += i < 4 ? low[1] : high[1];
 }
-// From warp to warp in turn, so that sums have the same order in every run. The last one is left with the
-// sums of all, in x[0] and x[1].
-__device__ __forceinline__ void add_over_warps(float (&x)[4 * C_TILES], u32 columns, const Lane& l) {
+// From warp to warp in turn, so that sums have the same order in every run: of all tokens to `to`.
+__device__ __forceinline__ void add_over_warps(Role role, u32 to, const float (&x)[2], const Lane& l) {
 #pragma unroll 1
   for (int w = 0; w < ROLE_WARPS; ++w) {
     if (w == l.block) {
-      if (w) {
-        const float2 before = load_shared2(columns + 8 * l.lane);
-        x[0] += before.x, x[1] += before.y;
-      }
-      store_shared(columns + 8 * l.lane, x[0], x[1]);
+      const float2 before = w ? load_shared2(to + 8 * l.lane) : float2{0.0f, 0.0f};
+      store_shared(to + 8 * l.lane, before.x + x[0], before.y + x[1]);
     }
-    sync_role(PAIRS);
+    sync_role(role);
   }
 }
 

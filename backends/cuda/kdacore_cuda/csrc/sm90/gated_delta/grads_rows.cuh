@@ -71,17 +71,13 @@ __device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], const Ha
   }
 }
 // d += by (operand image); dot: the products of what is added with the rows of `tile`, this lane's share.
-// meanwhile(): other work beside the first products.
-template <class F>
 __device__ __forceinline__ void add_state_product(RowSums& d, float (&dot)[2], u32 operand, u32 image,
-                                                  const float (&by)[2], u32 tile, const Lane& l,
-                                                  F meanwhile) {
+                                                  const float (&by)[2], u32 tile, const Lane& l) {
   dot[0] = dot[1] = 0.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     HalfSums x;
     multiply_state(x, operand, image, half);
-    if (half == 0) meanwhile();
     warpgroup_wait<0>();
     fence_registers(x);
     add_scaled(d, dot, x, by, tile, half, l);

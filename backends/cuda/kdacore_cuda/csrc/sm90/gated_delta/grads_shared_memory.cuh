@@ -8,19 +8,23 @@
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-// Three warpgroups compute: one the pairs of tokens, one what q is multiplied with, one what k is.
-enum Role { PAIRS, QUERIES, KEYS };
-constexpr int ROLES = 3, ROLE_WARPS = 4, COMPUTE_WARPS = ROLES * ROLE_WARPS, LOAD_WARPS = 4,
-              THREADS = 32 * (COMPUTE_WARPS + LOAD_WARPS);
+// Three warpgroups compute: what q is multiplied with; what k is, with the states; and pairs of tokens of k. One warp
+// finishes the gates, two load.
+enum Role { QUERIES, KEYS, PAIRS };
+constexpr int ROLES = 3, ROLE_WARPS = 4, COMPUTE_WARPS = ROLES * ROLE_WARPS, LOAD_WARPS = 2,
+              GATE_WARP = COMPUTE_WARPS + LOAD_WARPS, THREADS = 32 * (COMPUTE_WARPS + 4);
 // Moved between warpgroups.
-constexpr int START_REGISTERS = 128, PAIR_REGISTERS = 176, STATE_REGISTERS = 144, LOAD_REGISTERS = 48;
-static_assert(PAIR_REGISTERS + 2 * STATE_REGISTERS + LOAD_REGISTERS <= 4 * START_REGISTERS,
+constexpr int START_REGISTERS = 128, QUERY_REGISTERS = 184, KEY_REGISTERS = 144, PAIR_REGISTERS = 136,
+              LOAD_REGISTERS = 48;
+static_assert(QUERY_REGISTERS + KEY_REGISTERS + PAIR_REGISTERS + LOAD_REGISTERS <= 4 * START_REGISTERS,
               "more registers than the block has");
 
-// What a value head's decays get of products with the states, by QUERIES and KEYS.
-struct StateSums {
-  float rows[C];
-  float whole[ROLE_WARPS];  // parts of what is to be added to the gradients of all of the chunk's decays
+// What each role finds of the gradients of a value head's decays.
+struct DecaySums {
+  float rows[ROLES][C];  // of each token; QUERIES and PAIRS hand them from warp to warp
+  float of_states
+      [ROLE_WARPS];  // parts of the states' product, by PAIRS: times the chunk's decay, all tokens get it
+  float of_keys[ROLE_WARPS];  // parts of what KEYS gives to all tokens
 };
 struct HeadStage {
   TileImage d_o, dv, u;  // with the last value head d_o and dv make room for pairs, u and dv for dq and dk
@@ -36,15 +40,14 @@ struct SharedMemory {
   HeadScalars head[STAGES];
   KeyScalars key[STAGES];
   KeyUnit unit[STAGES];  // of `keys`; no rows: there are no more
-  StateSums of_queries, of_keys;
-  float columns[C];  // of pairs, handed from warp to warp
+  DecaySums sums;
   // Barriers. A head's count the bytes of its bulk copies, the loading warps and, with its first value head, a unit's
   // tiles.
   u64 head_full[STAGES], head_empty[STAGES], keys_empty[STAGES];
   u64 state_full, state_empty, state_grad_full, state_grad_empty;
-  u64 sums_full, sums_empty;  // QUERIES and KEYS have stored their sums, one warp of PAIRS has read them
+  u64 sums_full, sums_empty;  // all roles have stored their sums, the warp of the gates has read them
   u64 pairs_full,
-      tiles_unused;  // PAIRS has stored a unit's pairs; the others do not need the tiles there any more
+      tiles_unused;  // QUERIES and PAIRS have stored a unit's pairs; KEYS and PAIRS have read its last tiles
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "more than a multiprocessor has");
 using HeadRing =
@@ -58,20 +61,20 @@ using PairsRing = Ring<1, 0, 0, OFFSET(SharedMemory, pairs_full), 8>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() == 0) {
-    constexpr u32 USERS = COMPUTE_WARPS * WARP_ARRIVALS, STATE_USERS = 2 * ROLE_WARPS * WARP_ARRIVALS;
+    constexpr u32 USERS = COMPUTE_WARPS * WARP_ARRIVALS, TWO_ROLES = 2 * ROLE_WARPS * WARP_ARRIVALS;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared + OFFSET(SharedMemory, head_full) + 8 * i, 1 + LOAD_WARPS * WARP_ARRIVALS);
-      barrier_init(shared + OFFSET(SharedMemory, head_empty) + 8 * i, USERS);
-      barrier_init(shared + OFFSET(SharedMemory, keys_empty) + 8 * i, USERS);
+      barrier_init(shared + OFFSET(SharedMemory, head_empty) + 8 * i, USERS + WARP_ARRIVALS);
+      barrier_init(shared + OFFSET(SharedMemory, keys_empty) + 8 * i, USERS + WARP_ARRIVALS);
     }
     barrier_init(shared + OFFSET(SharedMemory, state_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, state_empty), STATE_USERS);
+    barrier_init(shared + OFFSET(SharedMemory, state_empty), USERS);
     barrier_init(shared + OFFSET(SharedMemory, state_grad_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, state_grad_empty), STATE_USERS);
-    barrier_init(shared + OFFSET(SharedMemory, sums_full), STATE_USERS);
+    barrier_init(shared + OFFSET(SharedMemory, state_grad_empty), TWO_ROLES);
+    barrier_init(shared + OFFSET(SharedMemory, sums_full), USERS);
     barrier_init(shared + OFFSET(SharedMemory, sums_empty), WARP_ARRIVALS);
-    barrier_init(shared + OFFSET(SharedMemory, pairs_full), ROLE_WARPS * WARP_ARRIVALS);
-    barrier_init(shared + OFFSET(SharedMemory, tiles_unused), STATE_USERS);
+    barrier_init(shared + OFFSET(SharedMemory, pairs_full), TWO_ROLES);
+    barrier_init(shared + OFFSET(SharedMemory, tiles_unused), TWO_ROLES);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();

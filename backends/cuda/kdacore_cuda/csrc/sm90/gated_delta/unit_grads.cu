@@ -15,9 +15,9 @@
 // which then go through the norms. A decay gets x and y weighed with q . k and k . k, by rows less by columns; these
 // are summed as they are, for what is left is small against its parts where decays are fast.
 //
-// Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Warps: a warpgroup for pairs of tokens,
-// one for what q is multiplied with, one for what k is, and four warps that load. Each goes ahead of the others as far as
-// the stages allow; they meet for a unit's last products. Shared memory and barriers: grads_shared_memory.cuh.
+// Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Warps: three warpgroups with roles, two
+// warps that load, one for the gates. Each goes ahead of the others as far as stages allow; they wait for one another
+// with a unit's last products. Shared memory, roles and barriers: grads_shared_memory.cuh.
 #include "sm90/gated_delta/grads_gate.cuh"
 #include "sm90/gated_delta/grads_loads.cuh"
 #include "sm90/gated_delta/grads_pairs.cuh"
@@ -62,13 +62,11 @@ __device__ __forceinline__ void each_unit(const GatedDeltaBackwardParams& p, Pos
     end(u);
   }
 }
-__device__ __forceinline__ void release_head(Position& at, const Lane& l) {
-  warp_arrive(at.heads.empty(), l.lane);
-  at.heads.next();
-}
-__device__ __forceinline__ void release_keys(Position& at, const Lane& l) {
-  warp_arrive(at.keys.empty(), l.lane);
-  at.keys.next();
+// This warp has read what the ring is at.
+template <class AnyRing>
+__device__ __forceinline__ void release(AnyRing& ring, const Lane& l) {
+  warp_arrive(ring.empty(), l.lane);
+  ring.next();
 }
 __device__ __forceinline__ void load_row_factors(float (&x)[2], u32 from, const Lane& l) {
   x[0] = load_shared1(from + 4 * l.row(0)), x[1] = load_shared1(from + 4 * l.row(1));
@@ -76,90 +74,41 @@ __device__ __forceinline__ void load_row_factors(float (&x)[2], u32 from, const 
 
 // --- pairs ---------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void compute_pairs(const GatedDeltaBackwardParams& p, u32 shared, const Lane& l) {
-  constexpr int FINISHING = ROLE_WARPS - 1;  // the warp with the sums of all columns
-  Position at = make_position(shared);
-  KeyPairs of_queries, of_keys;
-  PairSums x, y;
-  each_unit(
-      p, at,
-      [&](const KeyUnit& u, int hv, bool is_first, bool is_last) {
-        const u32 scalars = at.head_scalars(), of_u = at.tile(OFFSET(HeadStage, u));
-        if (is_first) {
-          const u32 q = at.keys.stage() + OFFSET(KeyTiles, q), k = at.keys.stage() + OFFSET(KeyTiles, k),
-                    norms = at.key_scalars() + OFFSET(KeyScalars, k_norm);
-          multiply_rows(x, q, k);
-          pack_key_pairs(of_queries, x, at.key_scalars() + OFFSET(KeyScalars, q_factor), norms, l);
-          multiply_rows(x, k, k);
-          pack_key_pairs(of_keys, x, norms, norms, l);
+// The pairs of one role: products of its tile of a value head with u, weighed with products of q or k with k.
+struct Pairs {
+  KeyPairs keys;
+  PairSums all;  // of the unit's value heads
+};
+// `rows`, `norms`: factors of the tile's rows, and of k's.
+__device__ __forceinline__ void start_pairs(Pairs& x, u32 tile, u32 k, u32 rows, u32 norms, const Lane& l) {
+  multiply_rows(x.all, tile, k);
+  pack_key_pairs(x.keys, x.all, rows, norms, l);
 #pragma unroll
-          for (int j = 0; j < 2 * C_TILES; ++j) {
+  for (int j = 0; j < 2 * C_TILES; ++j) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[j][e] = y[j][e] = 0.0f;
-          }
-        }
-        GateInputs gate;
-        if (l.block == FINISHING) gate = load_gate(p, u, hv, l.lane);
-        const float last = exp2_fast(load_shared1(scalars + OFFSET(HeadScalars, sum) + 4 * (C - 1)));
-        float rows[2] = {}, columns[4 * C_TILES] = {};
-        {
-          PairSums products;
-          multiply_rows(products, at.tile(OFFSET(HeadStage, d_o)), of_u);
-          weigh_pairs<QUERIES>(x, rows, columns, products, of_queries, scalars, l);
-          multiply_rows(products, at.tile(OFFSET(HeadStage, dv)), of_u);
-          weigh_pairs<KEYS>(y, rows, columns, products, of_keys, scalars, l);
-        }
-        if (!is_last) release_head(at, l);
-        add_over_columns(columns, l);
-        add_over_row(rows);
-        columns[0] = -columns[0], columns[1] = -columns[1];
-        add_rows(columns, rows, l);
-        add_over_warps(columns, shared + OFFSET(SharedMemory, columns), l);
-        if (l.block != FINISHING) return;
-        float d[2] = {columns[0], columns[1]};
-        at.sums.wait_full();
-        sum_decay_gradients(d, shared + OFFSET(SharedMemory, of_queries),
-                            shared + OFFSET(SharedMemory, of_keys), last, l.lane);
-        warp_arrive(at.sums.empty(), l.lane);
-        at.sums.next();
-        store_gate_gradient(p, u, hv, gate, d, l.lane);
-      },
-      [&](const KeyUnit&) {
-        TokenOperand of_x, of_y;
-        const u32 norms = at.key_scalars() + OFFSET(KeyScalars, k_norm);
-        pack_pairs(of_x, x, at.key_scalars() + OFFSET(KeyScalars, q_factor), norms, l);
-        pack_pairs(of_y, y, norms, norms, l);
-        release_keys(at, l);
-        barrier_wait(at.pairs.empty(), at.pairs.parity);
-        store_pairs(at.tile(OFFSET(HeadStage, d_o)), of_x, l);
-        store_pairs(at.tile(OFFSET(HeadStage, dv)), of_y, l);
-        warp_arrive(at.pairs.full(), l.lane);
-        at.pairs.next();
-        release_head(at, l);
-      });
-}
-
-// --- products with the states --------------------------------------------------------------------------------
-
-// This warp's rows of what a value head's decays get, and what all of them get.
-__device__ __forceinline__ void store_sums(Position& at, u32 offset, float (&rows)[2], float whole,
-                                           const Lane& l) {
-  const u32 sums = at.shared + offset;
-  add_over_row(rows);
-  whole = add_over_warp(whole);
-  at.sums.wait_empty();
-  if (l.t == 0) {
-    store_shared(sums + OFFSET(StateSums, rows) + 4 * l.row(0), __float_as_uint(rows[0]));
-    store_shared(sums + OFFSET(StateSums, rows) + 4 * l.row(1), __float_as_uint(rows[1]));
+    for (int e = 0; e < 4; ++e) x.all[j][e] = 0.0f;
   }
-  if (l.lane == 0) store_shared(sums + OFFSET(StateSums, whole) + 4 * l.block, __float_as_uint(whole));
+}
+// What decays get: by rows to this lane's share of its rows, by columns to tokens 2 lane and 2 lane + 1.
+template <Role ROLE>
+__device__ __forceinline__ void add_pairs_of_head(Pairs& x, float (&rows)[2], float (&columns)[2], u32 tile,
+                                                  u32 of_u, u32 scalars, const Lane& l) {
+  float sums[4 * C_TILES] = {};
+  PairSums products;
+  multiply_rows(products, tile, of_u);
+  weigh_pairs<ROLE>(x.all, rows, sums, products, x.keys, scalars, l);
+  add_over_columns(sums, l);
+  columns[0] = -sums[0], columns[1] = -sums[1];
+}
+// A role's sums of the decays' gradients; `rows`: this lane's share.
+__device__ __forceinline__ void store_decay_sums(Position& at, Role role, float (&rows)[2],
+                                                 float (&columns)[2], const Lane& l) {
+  add_over_row(rows);
+  add_rows(columns, rows, l);
+  at.sums.wait_empty();
+  add_over_warps(role, at.shared + OFFSET(SharedMemory, sums.rows) + 4 * C * role, columns, l);
   warp_arrive(at.sums.full(), l.lane);
   at.sums.next();
-}
-__device__ __forceinline__ void wait_for_pairs(Position& at, const Lane& l) {
-  warp_arrive(at.pairs.empty(), l.lane);
-  at.pairs.wait_full();
-  at.pairs.next();
 }
 
 __device__ __forceinline__ void store_beta_gradients(const GatedDeltaBackwardParams& p, const KeyUnit& u,
@@ -175,6 +124,49 @@ __device__ __forceinline__ void store_beta_gradients(const GatedDeltaBackwardPar
                  limit(beta_gradient(p, dot[i], beta), largest_of(p.beta_type)));
   }
 }
+
+__device__ __forceinline__ void compute_pairs(const GatedDeltaBackwardParams& p, u32 shared, const Lane& l) {
+  Position at = make_position(shared);
+  Pairs y;
+  each_unit(
+      p, at,
+      [&](const KeyUnit& u, int hv, bool is_first, bool is_last) {
+        if (is_first) {
+          const u32 k = at.keys.stage() + OFFSET(KeyTiles, k),
+                    norms = at.key_scalars() + OFFSET(KeyScalars, k_norm);
+          start_pairs(y, k, k, norms, norms, l);
+        }
+        float rows[2] = {}, columns[2];
+        add_pairs_of_head<PAIRS>(y, rows, columns, at.tile(OFFSET(HeadStage, dv)),
+                                 at.tile(OFFSET(HeadStage, u)), at.head_scalars(), l);
+        store_beta_gradients(p, u, hv, at, l);
+        if (!is_last) release(at.heads, l);
+        at.states.wait_full();
+        at.state_grads.wait_full();
+        const float both =
+            add_over_warp(dot_states(at.states.stage(), at.state_grads.stage(), 32 * l.block + l.lane));
+        release(at.states, l);
+        release(at.state_grads, l);
+        at.sums.wait_empty();
+        if (l.lane == 0)
+          store_shared(shared + OFFSET(SharedMemory, sums.of_states) + 4 * l.block, __float_as_uint(both));
+        store_decay_sums(at, PAIRS, rows, columns, l);
+      },
+      [&](const KeyUnit&) {
+        TokenOperand x;
+        const u32 norms = at.key_scalars() + OFFSET(KeyScalars, k_norm);
+        pack_pairs(x, y.all, norms, norms, l);
+        release(at.keys, l);
+        warp_arrive(at.pairs.empty(), l.lane);
+        barrier_wait(at.pairs.empty(), at.pairs.parity);
+        store_pairs(at.tile(OFFSET(HeadStage, dv)), x, l);
+        warp_arrive(at.pairs.full(), l.lane);
+        at.pairs.next();
+        release(at.heads, l);
+      });
+}
+
+// --- products with the states --------------------------------------------------------------------------------
 
 // dq or dk of all value heads: the products with pairs are complete. `norm`: 1 / |q| or 1 / |k|.
 __device__ __forceinline__ void store_unit(const GatedDeltaBackwardParams& p, const KeyUnit& u, RowSums& d,
@@ -197,46 +189,51 @@ __device__ __forceinline__ void compute_queries(const GatedDeltaBackwardParams& 
                                                 const Lane& l) {
   Position at = make_position(shared);
   RowSums d;
+  Pairs x;
   float factor[2];
   each_unit(
       p, at,
-      [&](const KeyUnit& u, int hv, bool is_first, bool is_last) {
+      [&](const KeyUnit&, int, bool is_first, bool is_last) {
+        const u32 q = at.keys.stage() + OFFSET(KeyTiles, q), d_o = at.tile(OFFSET(HeadStage, d_o));
         if (is_first) {
+          const u32 factors = at.key_scalars() + OFFSET(KeyScalars, q_factor);
+          start_pairs(x, q, at.keys.stage() + OFFSET(KeyTiles, k), factors,
+                      at.key_scalars() + OFFSET(KeyScalars, k_norm), l);
           clear_sums(d);
-          load_row_factors(factor, at.key_scalars() + OFFSET(KeyScalars, q_factor), l);
+          load_row_factors(factor, factors, l);
         }
-        float by[2], dot[2];
+        float rows[2] = {}, columns[2], by[2], dot[2];
+        add_pairs_of_head<QUERIES>(x, rows, columns, d_o, at.tile(OFFSET(HeadStage, u)), at.head_scalars(),
+                                   l);
         load_row_factors(by, at.head_scalars() + OFFSET(HeadScalars, sum), l);
         by[0] = factor[0] * exp2_fast(by[0]), by[1] = factor[1] * exp2_fast(by[1]);
         at.states.wait_full();
-        add_state_product(d, dot, at.tile(OFFSET(HeadStage, d_o)), at.states.stage(), by,
-                          at.keys.stage() + OFFSET(KeyTiles, q), l,
-                          [&] { store_beta_gradients(p, u, hv, at, l); });
-        if (!is_last) release_head(at, l);
-        at.state_grads.wait_full();
-        const float both = dot_states(at.states.stage(), at.state_grads.stage(), 32 * l.block + l.lane);
-        warp_arrive(at.states.empty(), l.lane);
-        at.states.next();
-        warp_arrive(at.state_grads.empty(), l.lane);
-        at.state_grads.next();
-        store_sums(at, OFFSET(SharedMemory, of_queries), dot, both, l);
+        add_state_product(d, dot, d_o, at.states.stage(), by, q, l);
+        release(at.states, l);
+        if (!is_last) release(at.heads, l);
+        rows[0] += dot[0], rows[1] += dot[1];
+        store_decay_sums(at, QUERIES, rows, columns, l);
       },
       [&](const KeyUnit& u) {
-        wait_for_pairs(at, l);
-        TokenOperand x;
-        load_pairs(x, at.tile(OFFSET(HeadStage, d_o)), l);
-        fence_registers(x.a);
+        TokenOperand own;
+        pack_pairs(own, x.all, at.key_scalars() + OFFSET(KeyScalars, q_factor),
+                   at.key_scalars() + OFFSET(KeyScalars, k_norm), l);
+        store_pairs(at.tile(OFFSET(HeadStage, d_o)), own, l);  // no other role reads d_o
+        warp_arrive(at.pairs.full(), l.lane);
+        fence_registers(own.a);
         fence_registers(d);
         warpgroup_fence();
-        add_pairs(d, x, at.keys.stage() + OFFSET(KeyTiles, k));
+        add_pairs(d, own, at.keys.stage() + OFFSET(KeyTiles, k));
         warpgroup_commit();
         warpgroup_wait<0>();
         fence_registers(d);
         const float by = p.scale == 0.0f ? 0.0f : 1.0f / p.scale, norm[2] = {by * factor[0], by * factor[1]};
+        at.pairs.wait_full();  // u, in whose place dq is staged, has been read
+        at.pairs.next();
         store_unit(p, u, d, norm, at.keys.stage() + OFFSET(KeyTiles, q), at.tile(OFFSET(HeadStage, u)), p.dq,
                    l);
-        release_head(at, l);
-        release_keys(at, l);
+        release(at.heads, l);
+        release(at.keys, l);
       });
 }
 
@@ -258,21 +255,33 @@ __device__ __forceinline__ void compute_keys(const GatedDeltaBackwardParams& p, 
         const float end = load_shared1(scalars + OFFSET(HeadScalars, sum) + 4 * (C - 1));
         by[0] = -norm[0] * exp2_fast(sum[0]), by[1] = -norm[1] * exp2_fast(sum[1]);
         at.states.wait_full();
-        add_state_product(d, rows, at.tile(OFFSET(HeadStage, dv)), at.states.stage(), by, k, l, [] {});
-        warp_arrive(at.states.empty(), l.lane);
-        at.states.next();
+        add_state_product(d, rows, at.tile(OFFSET(HeadStage, dv)), at.states.stage(), by, k, l);
+        release(at.states, l);
         by[0] = norm[0] * beta[0] * exp2_fast(end - sum[0]),
         by[1] = norm[1] * beta[1] * exp2_fast(end - sum[1]);
         at.state_grads.wait_full();
-        add_state_product(d, dot, at.tile(OFFSET(HeadStage, u)), at.state_grads.stage(), by, k, l, [] {});
-        warp_arrive(at.state_grads.empty(), l.lane);
-        at.state_grads.next();
-        if (!is_last) release_head(at, l);
+        add_state_product(d, dot, at.tile(OFFSET(HeadStage, u)), at.state_grads.stage(), by, k, l);
+        release(at.state_grads, l);
+        if (!is_last) release(at.heads, l);
         rows[0] -= dot[0], rows[1] -= dot[1];
-        store_sums(at, OFFSET(SharedMemory, of_keys), rows, dot[0] + dot[1], l);
+        add_over_row(rows);
+        const float to_all = add_over_warp(dot[0] + dot[1]);
+        at.sums.wait_empty();
+        const u32 sums = shared + OFFSET(SharedMemory, sums), to = sums + OFFSET(DecaySums, rows[KEYS]);
+        if (l.t == 0) {
+          store_shared(to + 4 * l.row(0), __float_as_uint(rows[0]));
+          store_shared(to + 4 * l.row(1), __float_as_uint(rows[1]));
+        }
+        if (l.lane == 0)
+          store_shared(sums + OFFSET(DecaySums, of_keys) + 4 * l.block, __float_as_uint(to_all));
+        warp_arrive(at.sums.full(), l.lane);
+        at.sums.next();
       },
       [&](const KeyUnit& u) {
-        wait_for_pairs(at, l);
+        const u32 q = at.keys.stage() + OFFSET(KeyTiles, q), k = at.keys.stage() + OFFSET(KeyTiles, k);
+        warp_arrive(at.pairs.empty(), l.lane);
+        at.pairs.wait_full();
+        at.pairs.next();
         TokenOperand x, y;
         load_pairs_transposed(x, at.tile(OFFSET(HeadStage, d_o)), l);
         load_symmetric_pairs(y, at.tile(OFFSET(HeadStage, dv)), l);
@@ -280,16 +289,40 @@ __device__ __forceinline__ void compute_keys(const GatedDeltaBackwardParams& p, 
         fence_registers(y.a);
         fence_registers(d);
         warpgroup_fence();
-        add_pairs(d, x, at.keys.stage() + OFFSET(KeyTiles, q));
-        add_pairs(d, y, at.keys.stage() + OFFSET(KeyTiles, k));
+        add_pairs(d, x, q);
+        add_pairs(d, y, k);
         warpgroup_commit();
-        sync_role(KEYS);  // all have read the pairs, in whose place dk is staged
+        sync_role(KEYS);  // all have read the pairs in whose place dk is staged
         warpgroup_wait<0>();
         fence_registers(d);
-        store_unit(p, u, d, norm, at.keys.stage() + OFFSET(KeyTiles, k), at.tile(OFFSET(HeadStage, dv)), p.dk,
-                   l);
-        release_head(at, l);
-        release_keys(at, l);
+        store_unit(p, u, d, norm, k, at.tile(OFFSET(HeadStage, dv)), p.dk, l);
+        release(at.heads, l);
+        release(at.keys, l);
+      });
+}
+
+// --- the gate ------------------------------------------------------------------------------------------------
+
+// One warp, behind the others.
+__device__ __forceinline__ void compute_gates(const GatedDeltaBackwardParams& p, u32 shared, const Lane& l) {
+  Position at = make_position(shared);
+  each_unit(
+      p, at,
+      [&](const KeyUnit& u, int hv, bool, bool is_last) {
+        const GateInputs inputs = load_gate(p, u, hv, l.lane);
+        const float last =
+            exp2_fast(load_shared1(at.head_scalars() + OFFSET(HeadScalars, sum) + 4 * (C - 1)));
+        if (!is_last) release(at.heads, l);
+        float d[2];
+        at.sums.wait_full();
+        sum_decay_gradients(d, shared + OFFSET(SharedMemory, sums), last, l.lane);
+        warp_arrive(at.sums.empty(), l.lane);
+        at.sums.next();
+        store_gate_gradient(p, u, hv, inputs, d, l.lane);
+      },
+      [&](const KeyUnit&) {
+        release(at.heads, l);
+        release(at.keys, l);
       });
 }
 
@@ -301,19 +334,23 @@ KDA_KERNEL(THREADS, 1) unit_grads(KDA_PARAM GatedDeltaBackwardParams p) {
   wait_for_inputs();
   const Lane l = make_lane(warp);
   if (warp < ROLE_WARPS) {
+    set_registers<QUERY_REGISTERS, START_REGISTERS>();
+    compute_queries(p, shared, l);
+  } else if (warp < 2 * ROLE_WARPS) {
+    set_registers<KEY_REGISTERS, START_REGISTERS>();
+    compute_keys(p, shared, l);
+  } else if (warp < COMPUTE_WARPS) {
     set_registers<PAIR_REGISTERS, START_REGISTERS>();
     compute_pairs(p, shared, l);
-  } else if (warp < 2 * ROLE_WARPS) {
-    set_registers<STATE_REGISTERS, START_REGISTERS>();
-    compute_queries(p, shared, l);
-  } else if (warp < COMPUTE_WARPS) {
-    set_registers<STATE_REGISTERS, START_REGISTERS>();
-    compute_keys(p, shared, l);
   } else {
     set_registers<LOAD_REGISTERS, START_REGISTERS>();
     const int thread = thread_index() - 32 * COMPUTE_WARPS;
-    load_units(p, shared, thread);
-    clear_gradients(
-        p, {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
+    if (warp < GATE_WARP) {
+      load_units(p, shared, thread);
+      clear_gradients(
+          p, {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
+    } else if (warp == GATE_WARP) {
+      compute_gates(p, shared, l);
+    }
   }
 }

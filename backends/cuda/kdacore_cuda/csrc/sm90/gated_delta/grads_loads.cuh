@@ -5,17 +5,22 @@
 #include "common/clear_rows.cuh"
 #include "sm90/gated_delta/grads_shared_memory.cuh"
 
-// 64 rows of 128 bfloat16; zeros from row `rows` on.
+// 64 rows of 128 bfloat16; zeros from row `rows` on. A thread has the same piece of every eighth row, and the swizzle
+// repeats after eight rows: offsets are constants.
 __device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_bytes, int rows, int thread) {
-  constexpr int AT_ONCE = 32 * LOAD_WARPS / 16;
+  constexpr int AT_ONCE = 8;
   const int piece = thread & 15, first = thread >> 4;
-  const u32 image = tile + (piece >> 3) * SQUARE_BYTES;
-  u64 from = base + first * row_bytes + 16 * piece;
-#pragma unroll 2
-  for (int n = 0; n < C; n += AT_ONCE) {
-    copy_async16(image + swizzled(first + n, piece & 7), reinterpret_cast<const void*>(from),
-                 first + n < rows);
-    from += AT_ONCE * row_bytes;
+  const u32 to = tile + (piece >> 3) * SQUARE_BYTES;
+#pragma unroll
+  for (int part = 0; part < AT_ONCE; part += 2 * LOAD_WARPS) {
+    const int row = first + part;
+    const u32 at = to + swizzled(row, piece & 7);
+    u64 from = base + row * row_bytes + 16 * piece;
+#pragma unroll 4
+    for (int n = 0; n < C; n += AT_ONCE) {
+      copy_async16(at + n * IMAGE_ROW, reinterpret_cast<const void*>(from), n < rows - row);
+      from += AT_ONCE * row_bytes;
+    }
   }
 }
 

@@ -136,17 +136,17 @@ __device__ __forceinline__ void compute_pairs(const GatedDeltaBackwardParams& p,
                     norms = at.key_scalars() + OFFSET(KeyScalars, k_norm);
           start_pairs(y, k, k, norms, norms, l);
         }
-        float rows[2] = {}, columns[2];
-        add_pairs_of_head<PAIRS>(y, rows, columns, at.tile(OFFSET(HeadStage, dv)),
-                                 at.tile(OFFSET(HeadStage, u)), at.head_scalars(), l);
-        store_beta_gradients(p, u, hv, at, l);
-        if (!is_last) release(at.heads, l);
         at.states.wait_full();
         at.state_grads.wait_full();
         const float both =
             add_over_warp(dot_states(at.states.stage(), at.state_grads.stage(), 32 * l.block + l.lane));
         release(at.states, l);
         release(at.state_grads, l);
+        float rows[2] = {}, columns[2];
+        add_pairs_of_head<PAIRS>(y, rows, columns, at.tile(OFFSET(HeadStage, dv)),
+                                 at.tile(OFFSET(HeadStage, u)), at.head_scalars(), l);
+        store_beta_gradients(p, u, hv, at, l);
+        if (!is_last) release(at.heads, l);
         at.sums.wait_empty();
         if (l.lane == 0)
           store_shared(shared + OFFSET(SharedMemory, sums.of_states) + 4 * l.block, __float_as_uint(both));
@@ -202,16 +202,15 @@ __device__ __forceinline__ void compute_queries(const GatedDeltaBackwardParams& 
           clear_sums(d);
           load_row_factors(factor, factors, l);
         }
-        float rows[2] = {}, columns[2], by[2], dot[2];
-        add_pairs_of_head<QUERIES>(x, rows, columns, d_o, at.tile(OFFSET(HeadStage, u)), at.head_scalars(),
-                                   l);
+        float rows[2], columns[2], by[2];
         load_row_factors(by, at.head_scalars() + OFFSET(HeadScalars, sum), l);
         by[0] = factor[0] * exp2_fast(by[0]), by[1] = factor[1] * exp2_fast(by[1]);
         at.states.wait_full();
-        add_state_product(d, dot, d_o, at.states.stage(), by, q, l);
+        add_state_product(d, rows, d_o, at.states.stage(), by, q, l);
         release(at.states, l);
+        add_pairs_of_head<QUERIES>(x, rows, columns, d_o, at.tile(OFFSET(HeadStage, u)), at.head_scalars(),
+                                   l);
         if (!is_last) release(at.heads, l);
-        rows[0] += dot[0], rows[1] += dot[1];
         store_decay_sums(at, QUERIES, rows, columns, l);
       },
       [&](const KeyUnit& u) {

@@ -1,8 +1,7 @@
 // The gradient of a value head's gate in unit_grads, from what both sides have added up. One warp, two tokens a lane.
 #pragma once
 
-#include "sm90/gated_delta/gates.cuh"
-#include "sm90/gated_delta/grads_rows.cuh"
+#include "sm90/gated_delta/grads_beta.cuh"
 
 // Loaded ahead, as it takes long.
 struct GateInputs {
@@ -24,20 +23,15 @@ __device__ __forceinline__ GateInputs load_gate(const GatedDeltaBackwardParams& 
   return x;
 }
 
-__device__ __forceinline__ float largest_of(int type) {
-  return type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? LARGEST_BF16 : 65504.0f;
-}
-
-// What a lane's two tokens get: their own, what later ones have, and what all have. `sums`: DecaySums.
-__device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 sums, float last, int lane) {
-  d[0] = d[1] = 0.0f;
-#pragma unroll
-  for (int role = 0; role < ROLES; ++role) {
-    const float2 x = load_shared2(sums + OFFSET(DecaySums, rows) + 4 * C * role + 8 * lane);
-    d[0] += x.x, d[1] += x.y;
-  }
-  const float4 of_states = load_shared4(sums + OFFSET(DecaySums, of_states)),
-               of_keys = load_shared4(sums + OFFSET(DecaySums, of_keys));
+// What a lane's two tokens get: their own, what later ones have, and what all have. `sums`: DecaySums; `of_states`: the
+// other half of the states' product.
+__device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 sums, float of_states, float last,
+                                                    int lane) {
+  const float2 q = load_shared2(sums + OFFSET(DecaySums, rows[QUERIES]) + 8 * lane),
+               k = load_shared2(sums + OFFSET(DecaySums, rows[KEYS]) + 8 * lane);
+  d[0] = q.x + k.x, d[1] = q.y + k.y;
+  of_states += load_shared1(sums + OFFSET(DecaySums, of_states));
+  const float4 of_keys = load_shared4(sums + OFFSET(DecaySums, of_keys));
   float later = d[0] + d[1];  // of this lane and all later ones
 #pragma unroll
   for (int n = 1; n < 32; n <<= 1) {
@@ -46,8 +40,7 @@ __device__ __forceinline__ void sum_decay_gradients(float (&d)[2], u32 sums, flo
   }
   float after = shuffle(later, (lane + 1) & 31);
   if (lane == 31) after = 0.0f;
-  after += last * (of_states.x + of_states.y + of_states.z + of_states.w) +
-           (of_keys.x + of_keys.y + of_keys.z + of_keys.w);
+  after += last * of_states + (of_keys.x + of_keys.y + of_keys.z + of_keys.w);
   d[1] += after;
   d[0] += d[1];
 }
@@ -89,9 +82,41 @@ __device__ __forceinline__ void store_gate_gradient(const GatedDeltaBackwardPara
   }
 }
 
-// The gradient of a token's beta from u . dv; `beta` is what the recurrence used.
-__device__ __forceinline__ float beta_gradient(const GatedDeltaParams& p, float product, float beta) {
-  const float most = p.flags & FLAG_NEG_EIGVAL ? 2.0f : 1.0f;
-  if (p.flags & FLAG_BETA_SIGMOID) return product * (1.0f - beta / most);
-  return product / beta * most;
+// The two warps that finish the gates, half of the states' product each; the second one ends it.
+__device__ __forceinline__ void finish_gates(const GatedDeltaBackwardParams& p, u32 shared, int warp,
+                                             int lane) {
+  const Lane l = {lane};
+  Position at = make_position(shared);
+  each_unit(
+      p, at,
+      [&](const KeyUnit& u, int hv, bool, bool is_last) {
+        GateInputs inputs;
+        if (warp) inputs = load_gate(p, u, hv, lane);
+        const float last =
+            exp2_fast(load_shared1(at.head_scalars() + OFFSET(HeadScalars, sum) + 4 * (C - 1)));
+        if (!is_last) release(at.heads, l);
+        at.states.wait_full();
+        at.state_grads.wait_full();
+        const float of_states = add_over_warp(
+            dot_states(at.states.stage(), at.state_grads.stage(), 32 * warp + lane, 32 * GATE_WARPS));
+        release(at.states, l);
+        release(at.state_grads, l);
+        if (warp == 0) {
+          at.sums.wait_empty();
+          if (lane == 0)
+            store_shared(shared + OFFSET(SharedMemory, sums.of_states), __float_as_uint(of_states));
+          warp_arrive(at.sums.full(), lane);
+        } else {
+          float d[2];
+          at.sums.wait_full();
+          sum_decay_gradients(d, shared + OFFSET(SharedMemory, sums), of_states, last, lane);
+          warp_arrive(at.sums.empty(), lane);
+          store_gate_gradient(p, u, hv, inputs, d, lane);
+        }
+        at.sums.next();
+      },
+      [&](const KeyUnit&) {
+        release(at.heads, l);
+        release(at.keys, l);
+      });
 }

@@ -1,9 +1,9 @@
-// The loading warps of unit_grads: rows of q, k, d_o and dv by asynchronous copies of 16 bytes, images of the
+// The loading warps of unit_grads, which also store the gradients of beta: rows of q, k, d_o and dv by asynchronous copies of 16 bytes, images of the
 // workspace by bulk copies.
 #pragma once
 
 #include "common/clear_rows.cuh"
-#include "sm90/gated_delta/grads_shared_memory.cuh"
+#include "sm90/gated_delta/grads_beta.cuh"
 
 // 64 rows of 128 bfloat16; zeros from row `rows` on. A thread has the same piece of every eighth row, and the swizzle
 // repeats after eight rows: offsets are constants.
@@ -24,15 +24,6 @@ __device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_byt
   }
 }
 
-struct Loads {
-  u32 shared;
-  int thread;
-  HeadRing heads;
-  KeyRing keys;
-  StateRing states;
-  StateGradRing state_grads;
-};
-
 // One thread.
 __device__ __forceinline__ void fetch_bulk(u32 to, u64 from, u32 bytes, u32 bar) {
   copy_in(to, reinterpret_cast<const void*>(from), bytes, bar);
@@ -40,69 +31,91 @@ __device__ __forceinline__ void fetch_bulk(u32 to, u64 from, u32 bytes, u32 bar)
 
 // The tiles of a value head; of its key head too if it is the unit's first.
 __device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, const KeyUnit& x, int hv,
-                                          bool is_first, Loads& l) {
-  l.heads.wait_empty();
-  if (is_first) l.keys.wait_empty();
+                                          bool is_first, Position& at, int thread) {
+  at.heads.wait_empty();
+  if (is_first) at.keys.wait_empty();
   const long long unit = x.slot * p.HV + hv;
-  const u32 stage = l.heads.stage();
-  if (l.thread == 0) {
+  const u32 stage = at.heads.stage();
+  if (thread == 0) {
     const u64 record = record_at(p, x.slot, hv);
-    if (is_first) store_unit(l.shared, l.keys.slot, x);
-    barrier_expect(l.heads.full(), TILE_BYTES + sizeof(HeadScalars) + (is_first ? sizeof(KeyScalars) : 0));
-    fetch_bulk(stage + OFFSET(HeadStage, u), u_at(p, unit), TILE_BYTES, l.heads.full());
-    fetch_bulk(l.shared + OFFSET(SharedMemory, head) + l.heads.slot * (u32)sizeof(HeadScalars),
-               record + OFFSET(ChunkRecord, head), sizeof(HeadScalars), l.heads.full());
+    if (is_first) store_unit(at.shared, at.keys.slot, x);
+    barrier_expect(at.heads.full(), TILE_BYTES + sizeof(HeadScalars) + (is_first ? sizeof(KeyScalars) : 0));
+    fetch_bulk(stage + OFFSET(HeadStage, u), u_at(p, unit), TILE_BYTES, at.heads.full());
+    fetch_bulk(at.shared + OFFSET(SharedMemory, head) + at.heads.slot * (u32)sizeof(HeadScalars),
+               record + OFFSET(ChunkRecord, head), sizeof(HeadScalars), at.heads.full());
     if (is_first)
-      fetch_bulk(l.shared + OFFSET(SharedMemory, key) + l.keys.slot * (u32)sizeof(KeyScalars),
-                 record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), l.heads.full());
+      fetch_bulk(at.shared + OFFSET(SharedMemory, key) + at.keys.slot * (u32)sizeof(KeyScalars),
+                 record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), at.heads.full());
   }
-  const long long token_bytes = 2ll * p.HV * V, at = (x.batch * p.T + x.first) * token_bytes + 2ll * V * hv;
-  fetch_rows(stage + OFFSET(HeadStage, d_o), p.d_o + at, token_bytes, x.rows, l.thread);
-  fetch_rows(stage + OFFSET(HeadStage, dv), p.dv + at, token_bytes, x.rows, l.thread);
+  const long long token_bytes = 2ll * p.HV * V, from = (x.batch * p.T + x.first) * token_bytes + 2ll * V * hv;
+  fetch_rows(stage + OFFSET(HeadStage, own[QUERIES]), p.d_o + from, token_bytes, x.rows, thread);
+  fetch_rows(stage + OFFSET(HeadStage, own[KEYS]), p.dv + from, token_bytes, x.rows, thread);
   if (is_first) {
-    const u32 tiles = l.keys.stage();
-    fetch_rows(tiles + OFFSET(KeyTiles, q), p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh),
-               2 * p.q_st, x.rows, l.thread);
-    fetch_rows(tiles + OFFSET(KeyTiles, k), p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh),
-               2 * p.k_st, x.rows, l.thread);
+    const u32 tiles = at.keys.stage();
+    fetch_rows(tiles + OFFSET(KeyTiles, own[QUERIES]),
+               p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh), 2 * p.q_st, x.rows, thread);
+    fetch_rows(tiles + OFFSET(KeyTiles, own[KEYS]),
+               p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh), 2 * p.k_st, x.rows, thread);
   }
   copy_async_commit();
   copy_async_wait<0>();  // two stages: the next one is not empty before this one is in use
   fence_async_proxy();   // products read what has come by ordinary copies
-  warp_arrive(l.heads.full(), l.thread & 31);
-  l.heads.next();
-  if (l.thread == 0) {
-    l.states.wait_empty();
-    barrier_expect(l.states.full(), STATE_BYTES);
-    fetch_bulk(l.states.stage(), state_image_at(p.states, unit), STATE_BYTES, l.states.full());
-    l.state_grads.wait_empty();
-    barrier_expect(l.state_grads.full(), STATE_BYTES);
-    fetch_bulk(l.state_grads.stage(), state_image_at(p.state_grads, unit), STATE_BYTES, l.state_grads.full());
+  warp_arrive(at.heads.full(), thread & 31);
+  if (thread == 0) {
+    at.states.wait_empty();
+    barrier_expect(at.states.full(), STATE_BYTES);
+    fetch_bulk(at.states.stage(), state_image_at(p.states, unit), STATE_BYTES, at.states.full());
+    at.state_grads.wait_empty();
+    barrier_expect(at.state_grads.full(), STATE_BYTES);
+    fetch_bulk(at.state_grads.stage(), state_image_at(p.state_grads, unit), STATE_BYTES,
+               at.state_grads.full());
   }
-  l.states.next();
-  l.state_grads.next();
+  at.states.next();
+  at.state_grads.next();
   sync_warp();
 }
 
+// Of the value head that has been loaded, once all of it is there.
+__device__ __forceinline__ void finish_betas(const GatedDeltaBackwardParams& p, const KeyUnit& x, int hv,
+                                             Position& at, int thread) {
+  at.heads.wait_full();
+  Lane l = make_lane(thread >> 5);
+#pragma unroll 1
+  for (; l.block < SIDE_WARPS; l.block += LOAD_WARPS)
+    store_beta_gradients(p, x, hv, at.heads.stage(), at.head_scalars(), l);
+}
+
 __device__ __forceinline__ void load_units(const GatedDeltaBackwardParams& p, u32 shared, int thread) {
-  Loads l = {shared, thread, {shared}, {shared}, {shared}, {shared}};
-  const int group = divide(p.HV, p.h_factor, p.h_shift);
+  Position at = make_position(shared);
+  const int group = divide(p.HV, p.h_factor, p.h_shift), lane = thread & 31;
 #pragma unroll 1
   for (long long index = block_index(); index < p.units; index += grid_blocks()) {
     const KeyUnit x = find_key_unit(p, (int)index);
     if (!x.rows) continue;
 #pragma unroll 1
-    for (int i = 0; i < group; ++i) load_head(p, x, x.h * group + i, i == 0, l);
-    l.keys.next();
+    for (int i = 0; i < group; ++i) {
+      const int hv = x.h * group + i;
+      load_head(p, x, hv, i == 0, at, thread);
+      finish_betas(p, x, hv, at, thread);
+      if (i == group - 1) {
+        // Not before all have arrived for the unit before.
+        barrier_wait(at.pairs.empty(), at.pairs.parity ^ 1);
+        warp_arrive(at.pairs.empty(), lane);
+        at.pairs.next();
+      }
+      warp_arrive(at.heads.empty(), lane);
+      at.heads.next();
+    }
+    at.keys.next();
   }
   // No unit is left.
-  l.heads.wait_empty();
-  l.keys.wait_empty();
+  at.heads.wait_empty();
+  at.keys.wait_empty();
   if (thread == 0) {
-    store_unit(shared, l.keys.slot, {});
-    barrier_arrive(l.heads.full());
+    store_unit(shared, at.keys.slot, {});
+    barrier_arrive(at.heads.full());
   }
-  warp_arrive(l.heads.full(), thread & 31);
+  warp_arrive(at.heads.full(), lane);
 }
 
 // Zeros for gradients of rows beyond a pack's last offset.

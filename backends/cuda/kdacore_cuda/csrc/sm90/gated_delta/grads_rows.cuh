@@ -7,19 +7,26 @@
 
 using RowSums = float[2 * K_TILES][4];  // 16 tokens a warp by 128 channels
 
-// 64 of the channels.
-using HalfSums = float[K_TILES][4];
+template <int TILES>
+__device__ __forceinline__ void clear(float (&x)[TILES][4]) {
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[j][e] = 0.0f;
+  }
+}
 
-// x = tile m: 64 tokens with 128 values by 64 channels of an image of 128 values by 128 channels.
-__device__ __forceinline__ void multiply_state(HalfSums& x, u32 tile, u32 image, int half) {
-  const u64 a = operand_descriptor(tile, 16, 1024),
-            b = operand_descriptor(image + half * (STATE_BYTES / 2), 16, 1024);
+// x = tile m: 64 tokens with 128 values by an image of 128 values by 128 channels.
+__device__ __forceinline__ void multiply_state(RowSums& x, u32 tile, u32 image) {
+  const u64 a = operand_descriptor(tile, 16, 1024), b = operand_descriptor(image, STATE_BYTES / 2, 1024);
   fence_registers(x);
   warpgroup_fence();
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk)
     warpgroup_mma_shared<1>(x, along_channels(a, kk), over_tokens(b, kk), kk > 0);
   warpgroup_commit();
+  warpgroup_wait<0>();
+  fence_registers(x);
 }
 // d += pairs (64 by 64 tokens) times a tile's rows.
 __device__ __forceinline__ void add_pairs(RowSums& d, const TokenOperand& pairs, u32 tile) {
@@ -52,35 +59,23 @@ __device__ __forceinline__ void each_row_element(RowSums& x, u32 tile, const Lan
   }
 }
 
-// d += by x; dot += x . tile, this lane's share; x has half of the channels.
-__device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], const HalfSums& x,
-                                           const float (&by)[2], u32 tile, int half, const Lane& l) {
+// d += by x; dot: the products of what is added with the rows of `tile`, this lane's share.
+__device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], const RowSums& x,
+                                           const float (&by)[2], u32 tile, const Lane& l) {
+  dot[0] = dot[1] = 0.0f;
 #pragma unroll
-  for (int kk = 0; kk < K_TILES / 2; ++kk) {
+  for (int kk = 0; kk < K_TILES; ++kk) {
     u32 r[4];
-    load_rows(r, tile, K_TILES / 2 * half + kk, l);
+    load_rows(r, tile, kk, l);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float y = x[2 * kk + n][e];
         dot[e >> 1] += y * row_element(r, n, e);
-        d[K_TILES * half + 2 * kk + n][e] += by[e >> 1] * y;
+        d[2 * kk + n][e] += by[e >> 1] * y;
       }
     }
-  }
-}
-// d += by (operand image); dot: the products of what is added with the rows of `tile`, this lane's share.
-__device__ __forceinline__ void add_state_product(RowSums& d, float (&dot)[2], u32 operand, u32 image,
-                                                  const float (&by)[2], u32 tile, const Lane& l) {
-  dot[0] = dot[1] = 0.0f;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    HalfSums x;
-    multiply_state(x, operand, image, half);
-    warpgroup_wait<0>();
-    fence_registers(x);
-    add_scaled(d, dot, x, by, tile, half, l);
   }
   dot[0] *= by[0], dot[1] *= by[1];
 }
@@ -97,8 +92,8 @@ __device__ __forceinline__ void dot_rows(float (&dot)[2], u32 left, u32 right, c
       dot[i & 1] += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
   }
 }
-// Products of the elements of two images of states, this thread's share among a role's.
-__device__ __forceinline__ float dot_states(u32 left, u32 right, int thread) {
+// Products of the elements of two images of states, this thread's share.
+__device__ __forceinline__ float dot_states(u32 left, u32 right, int thread, int threads) {
   float sum = 0.0f;
   const auto add = [&](float x, float y) {
     const u32 a = __float_as_uint(x), b = __float_as_uint(y);
@@ -106,11 +101,19 @@ __device__ __forceinline__ float dot_states(u32 left, u32 right, int thread) {
     sum += bf16_high(a) * bf16_high(b);
   };
 #pragma unroll 4
-  for (u32 at = 16 * thread; at < STATE_BYTES; at += 16 * 32 * ROLE_WARPS) {
+  for (u32 at = 16 * thread; at < STATE_BYTES; at += 16 * threads) {
     const float4 x = load_shared4(left + at), y = load_shared4(right + at);
     add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w);
   }
   return sum;
+}
+// Sums over the four lanes that share a row.
+__device__ __forceinline__ void add_over_row(float (&x)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x[i] += shuffle_xor(x[i], 1);
+    x[i] += shuffle_xor(x[i], 2);
+  }
 }
 __device__ __forceinline__ float add_over_warp(float x) {
 #pragma unroll
@@ -122,12 +125,9 @@ __device__ __forceinline__ float add_over_warp(float x) {
 __device__ __forceinline__ void pass_norm(RowSums& d, const float (&norm)[2], u32 tile, const Lane& l) {
   float less[2] = {};
   each_row_element(d, tile, l, [&](int i, float x, float y) { less[i] += x * y; });
+  add_over_row(less);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    less[i] += shuffle_xor(less[i], 1);
-    less[i] += shuffle_xor(less[i], 2);
-    less[i] = norm[i] * (norm[i] * less[i]);
-  }
+  for (int i = 0; i < 2; ++i) less[i] = norm[i] * (norm[i] * less[i]);
   each_row_element(d, tile, l, [&](int i, float& x, float y) { x -= less[i] * y; });
 }
 

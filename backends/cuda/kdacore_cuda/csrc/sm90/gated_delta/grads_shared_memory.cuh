@@ -8,29 +8,28 @@
 #include "sm90/ring.cuh"
 #include "sm90/warp.cuh"
 
-// Three warpgroups compute: what q is multiplied with; what k is, with the states; and pairs of tokens of k. One warp
-// finishes the gates, two load.
-enum Role { QUERIES, KEYS, PAIRS };
-constexpr int ROLES = 3, ROLE_WARPS = 4, COMPUTE_WARPS = ROLES * ROLE_WARPS, LOAD_WARPS = 2,
-              GATE_WARP = COMPUTE_WARPS + LOAD_WARPS, THREADS = 32 * (COMPUTE_WARPS + 4);
+// Two warpgroups compute: what q is multiplied with, and what k is. They run the same instructions, as those of two
+// different roles would not fit into the instruction cache. Two warps load, two finish the gates.
+enum Side { QUERIES, KEYS };
+constexpr int SIDES = 2, SIDE_WARPS = 4, COMPUTE_WARPS = SIDES * SIDE_WARPS, LOAD_WARPS = 2, GATE_WARPS = 2,
+              THREADS = 32 * (COMPUTE_WARPS + LOAD_WARPS + GATE_WARPS);
 // Moved between warpgroups.
-constexpr int START_REGISTERS = 128, QUERY_REGISTERS = 184, KEY_REGISTERS = 144, PAIR_REGISTERS = 136,
-              LOAD_REGISTERS = 48;
-static_assert(QUERY_REGISTERS + KEY_REGISTERS + PAIR_REGISTERS + LOAD_REGISTERS <= 4 * START_REGISTERS,
+constexpr int START_REGISTERS = 168, COMPUTE_REGISTERS = 232, OTHER_REGISTERS = 40;
+static_assert(SIDES * COMPUTE_REGISTERS + OTHER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
 
-// What each role finds of the gradients of a value head's decays.
+// What is found of the gradients of a value head's decays.
 struct DecaySums {
-  float rows[ROLES][C];  // of each token; QUERIES and PAIRS hand them from warp to warp
-  float of_states
-      [ROLE_WARPS];  // parts of the states' product, by PAIRS: times the chunk's decay, all tokens get it
-  float of_keys[ROLE_WARPS];  // parts of what KEYS gives to all tokens
+  float rows[SIDES][C];       // of each token, handed from warp to warp
+  float of_keys[SIDE_WARPS];  // parts of what KEYS gives to all tokens
+  float of_states;  // the first half of the states' product: times the chunk's decay, all tokens get it
 };
 struct HeadStage {
-  TileImage d_o, dv, u;  // with the last value head d_o and dv make room for pairs, u and dv for dq and dk
+  TileImage own[SIDES],
+      u;  // d_o, dv; with the last value head these make room for pairs, u and dv for dq and dk
 };
 struct KeyTiles {
-  TileImage q, k;
+  TileImage own[SIDES];  // q, k
 };
 constexpr int STAGES = 2;
 struct SharedMemory {
@@ -45,9 +44,8 @@ struct SharedMemory {
   // tiles.
   u64 head_full[STAGES], head_empty[STAGES], keys_empty[STAGES];
   u64 state_full, state_empty, state_grad_full, state_grad_empty;
-  u64 sums_full, sums_empty;  // all roles have stored their sums, the warp of the gates has read them
-  u64 pairs_full,
-      tiles_unused;  // QUERIES and PAIRS have stored a unit's pairs; KEYS and PAIRS have read its last tiles
+  u64 sums_full, sums_empty;  // all sums of a head are there; the warp that finishes the gate has read them
+  u64 pairs_full, tiles_unused;  // a unit's pairs are there; its last value head's tiles have been read
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "more than a multiprocessor has");
 using HeadRing =
@@ -61,20 +59,22 @@ using PairsRing = Ring<1, 0, 0, OFFSET(SharedMemory, pairs_full), 8>;
 
 __device__ __forceinline__ void make_barriers(u32 shared) {
   if (thread_index() == 0) {
-    constexpr u32 USERS = COMPUTE_WARPS * WARP_ARRIVALS, TWO_ROLES = 2 * ROLE_WARPS * WARP_ARRIVALS;
+    constexpr u32 SIDE = SIDE_WARPS * WARP_ARRIVALS, BOTH = SIDES * SIDE, LOADS = LOAD_WARPS * WARP_ARRIVALS,
+                  GATES = GATE_WARPS * WARP_ARRIVALS;
+    const auto init = [&](u32 offset, u32 count) { barrier_init(shared + offset, count); };
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared + OFFSET(SharedMemory, head_full) + 8 * i, 1 + LOAD_WARPS * WARP_ARRIVALS);
-      barrier_init(shared + OFFSET(SharedMemory, head_empty) + 8 * i, USERS + WARP_ARRIVALS);
-      barrier_init(shared + OFFSET(SharedMemory, keys_empty) + 8 * i, USERS + WARP_ARRIVALS);
+      init(OFFSET(SharedMemory, head_full) + 8 * i, 1 + LOADS);
+      init(OFFSET(SharedMemory, head_empty) + 8 * i, BOTH + LOADS + GATES);
+      init(OFFSET(SharedMemory, keys_empty) + 8 * i, BOTH + GATES);
     }
-    barrier_init(shared + OFFSET(SharedMemory, state_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, state_empty), USERS);
-    barrier_init(shared + OFFSET(SharedMemory, state_grad_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, state_grad_empty), TWO_ROLES);
-    barrier_init(shared + OFFSET(SharedMemory, sums_full), USERS);
-    barrier_init(shared + OFFSET(SharedMemory, sums_empty), WARP_ARRIVALS);
-    barrier_init(shared + OFFSET(SharedMemory, pairs_full), TWO_ROLES);
-    barrier_init(shared + OFFSET(SharedMemory, tiles_unused), TWO_ROLES);
+    init(OFFSET(SharedMemory, state_full), 1);
+    init(OFFSET(SharedMemory, state_empty), BOTH + GATES);
+    init(OFFSET(SharedMemory, state_grad_full), 1);
+    init(OFFSET(SharedMemory, state_grad_empty), SIDE + GATES);
+    init(OFFSET(SharedMemory, sums_full), BOTH + WARP_ARRIVALS);
+    init(OFFSET(SharedMemory, sums_empty), WARP_ARRIVALS);
+    init(OFFSET(SharedMemory, pairs_full), BOTH);
+    init(OFFSET(SharedMemory, tiles_unused), BOTH + LOADS);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();
@@ -101,8 +101,53 @@ struct Lane {
 };
 __device__ __forceinline__ Lane make_lane(int warp) {
   const int lane = thread_index() & 31;
-  return {lane, lane >> 2, lane & 3, warp % ROLE_WARPS};
+  return {lane, lane >> 2, lane & 3, warp % SIDE_WARPS};
 }
 
-// Warps of one role meet.
-__device__ __forceinline__ void sync_role(Role role) { sync_threads(1 + role, 32 * ROLE_WARPS); }
+// The warps of a side meet.
+__device__ __forceinline__ void sync_side(int side) { sync_threads(1 + side, 32 * SIDE_WARPS); }
+// This warp has read what the ring is at.
+template <class AnyRing>
+__device__ __forceinline__ void release(AnyRing& ring, const Lane& l) {
+  warp_arrive(ring.empty(), l.lane);
+  ring.next();
+}
+
+// Where a warp is.
+struct Position {
+  u32 shared;
+  HeadRing heads;
+  KeyRing keys;
+  StateRing states;
+  StateGradRing state_grads;
+  SumsRing sums;
+  PairsRing pairs;
+  __device__ __forceinline__ u32 tile(u32 offset) const { return heads.stage() + offset; }
+  __device__ __forceinline__ u32 head_scalars() const {
+    return shared + OFFSET(SharedMemory, head) + heads.slot * (u32)sizeof(HeadScalars);
+  }
+  __device__ __forceinline__ u32 key_scalars() const {
+    return shared + OFFSET(SharedMemory, key) + keys.slot * (u32)sizeof(KeyScalars);
+  }
+};
+__device__ __forceinline__ Position make_position(u32 shared) {
+  return {shared, {shared}, {shared}, {shared}, {shared}, {shared}, {shared}};
+}
+// Calls head(unit, value head, whether it is the first, whether it is the last) and unit(unit) for all of the block's.
+template <class Head, class End>
+__device__ __forceinline__ void each_unit(const GatedDeltaBackwardParams& p, Position& at, Head head,
+                                          End end) {
+  const int group = divide(p.HV, p.h_factor, p.h_shift);
+#pragma unroll 1
+  for (;;) {
+    at.heads.wait_full();
+    const KeyUnit u = load_unit(at.shared, at.keys.slot);
+    if (!u.rows) break;
+#pragma unroll 1
+    for (int i = 0; i < group; ++i) {
+      if (i) at.heads.wait_full();
+      head(u, u.h * group + i, i == 0, i == group - 1);
+    }
+    end(u);
+  }
+}

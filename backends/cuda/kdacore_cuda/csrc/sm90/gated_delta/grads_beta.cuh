@@ -2,7 +2,7 @@
 #pragma once
 
 #include "sm90/gated_delta/gates.cuh"
-#include "sm90/gated_delta/grads_rows.cuh"
+#include "sm90/gated_delta/grads_diagonal.cuh"
 
 // `beta`: as the recurrence used it.
 __device__ __forceinline__ float beta_gradient(const GatedDeltaParams& p, float product, float beta) {
@@ -16,14 +16,16 @@ __device__ __forceinline__ float largest_of(int type) {
 // Of 16 tokens, by one warp.
 __device__ __forceinline__ void store_beta_gradients(const GatedDeltaBackwardParams& p, const KeyUnit& u,
                                                      int hv, u32 stage, u32 scalars, const Lane& l) {
-  float dot[2];
-  dot_rows(dot, stage + OFFSET(HeadStage, u), stage + OFFSET(HeadStage, own[KEYS]), l);
-  add_over_row(dot);
+  Diagonal d = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    add_rows_product(d, stage + OFFSET(HeadStage, u) + half * SQUARE_BYTES,
+                     stage + OFFSET(HeadStage, own[KEYS]) + half * SQUARE_BYTES, l.block, l.lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (l.t || l.row(i) >= u.rows) continue;
+    if (!has_row(l) || l.row(i) >= u.rows) continue;
     const float beta = load_shared1(scalars + OFFSET(HeadScalars, beta) + 4 * l.row(i));
     store_scalar(p.dbeta, (u.batch * p.T + u.first + l.row(i)) * p.HV + hv, p.beta_type,
-                 limit(beta_gradient(p, dot[i], beta), largest_of(p.beta_type)));
+                 limit(beta_gradient(p, row_sum(d, i, l), beta), largest_of(p.beta_type)));
   }
 }

@@ -1,9 +1,9 @@
-// The loading warps of unit_grads, which also store the gradients of beta: rows of q, k, d_o and dv by asynchronous copies of 16 bytes, images of the
+// The loading warps of unit_grads: rows of q, k, d_o and dv by asynchronous copies of 16 bytes, images of the
 // workspace by bulk copies.
 #pragma once
 
 #include "common/clear_rows.cuh"
-#include "sm90/gated_delta/grads_beta.cuh"
+#include "sm90/gated_delta/grads_shared_memory.cuh"
 
 // 64 rows of 128 bfloat16; zeros from row `rows` on. A thread has the same piece of every eighth row, and the swizzle
 // repeats after eight rows: offsets are constants.
@@ -75,16 +75,6 @@ __device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, con
   sync_warp();
 }
 
-// Of the value head that has been loaded, once all of it is there.
-__device__ __forceinline__ void finish_betas(const GatedDeltaBackwardParams& p, const KeyUnit& x, int hv,
-                                             Position& at, int thread) {
-  at.heads.wait_full();
-  Lane l = make_lane(thread >> 5);
-#pragma unroll 1
-  for (; l.block < SIDE_WARPS; l.block += LOAD_WARPS)
-    store_beta_gradients(p, x, hv, at.heads.stage(), at.head_scalars(), l);
-}
-
 __device__ __forceinline__ void load_units(const GatedDeltaBackwardParams& p, u32 shared, int thread) {
   Position at = make_position(shared);
   const int group = divide(p.HV, p.h_factor, p.h_shift), lane = thread & 31;
@@ -94,16 +84,7 @@ __device__ __forceinline__ void load_units(const GatedDeltaBackwardParams& p, u3
     if (!x.rows) continue;
 #pragma unroll 1
     for (int i = 0; i < group; ++i) {
-      const int hv = x.h * group + i;
-      load_head(p, x, hv, i == 0, at, thread);
-      finish_betas(p, x, hv, at, thread);
-      if (i == group - 1) {
-        // Not before all have arrived for the unit before.
-        barrier_wait(at.pairs.empty(), at.pairs.parity ^ 1);
-        warp_arrive(at.pairs.empty(), lane);
-        at.pairs.next();
-      }
-      warp_arrive(at.heads.empty(), lane);
+      load_head(p, x, x.h * group + i, i == 0, at, thread);
       at.heads.next();
     }
     at.keys.next();

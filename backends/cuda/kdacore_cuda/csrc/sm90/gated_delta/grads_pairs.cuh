@@ -40,10 +40,9 @@ __device__ __forceinline__ void pack_key_pairs(KeyPairs& to, const PairSums& x, 
 }
 
 // Products d_o_i . u_j (or dv_i . u_j) of a value head times beta_j 2^(G_i - G_j), where j < i + `diagonal`, are added to
-// `all`. Weighed by `keys` they are added up by rows and by columns.
-__device__ __forceinline__ void weigh_pairs(PairSums& all, float (&rows)[2], float (&columns)[4 * C_TILES],
-                                            const PairSums& x, const KeyPairs& keys, u32 head, int diagonal,
-                                            const Lane& l) {
+// `all`; `weighed`: times `keys`.
+__device__ __forceinline__ void weigh_pairs(PairSums& all, TokenOperand& weighed, const PairSums& x,
+                                            const KeyPairs& keys, u32 head, int diagonal, const Lane& l) {
   const u32 sums = head + OFFSET(HeadScalars, sum), betas = head + OFFSET(HeadScalars, beta);
   const float own[2] = {load_shared1(sums + 4 * l.row(0)), load_shared1(sums + 4 * l.row(1))};
   const int from = 2 * l.t - diagonal;
@@ -52,14 +51,41 @@ __device__ __forceinline__ void weigh_pairs(PairSums& all, float (&rows)[2], flo
     const float2 sum = load_shared2(sums + 4 * (8 * j + 2 * l.t)),
                  beta = load_shared2(betas + 4 * (8 * j + 2 * l.t));
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = e >> 1, odd = e & 1;
-      const float decay = exp2_fast(own[i] - (odd ? sum.y : sum.x)) * (odd ? beta.y : beta.x),
-                  y = from + (8 * j + odd) < l.row(i) ? x[j][e] * decay : 0.0f,
-                  w = y * (odd ? bf16_high(keys.x[j][i]) : bf16_low(keys.x[j][i]));
-      all[j][e] += y;
-      rows[i] += w;
-      columns[2 * j + odd] += w;
+    for (int i = 0; i < 2; ++i) {
+      float w[2];
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const float decay = exp2_fast(own[i] - (odd ? sum.y : sum.x)) * (odd ? beta.y : beta.x),
+                    y = from + (8 * j + odd) < l.row(i) ? x[j][2 * i + odd] * decay : 0.0f;
+        all[j][2 * i + odd] += y;
+        w[odd] = y * (odd ? bf16_high(keys.x[j][i]) : bf16_low(keys.x[j][i]));
+      }
+      weighed.a[j >> 1][2 * (j & 1) + i] = pack_bf16(w[0], w[1]);
+    }
+  }
+}
+
+// What the decays of tokens get, over this warp's rows: a decay at token m is a factor of pairs i, j with j < m <= i, of
+// what row i gives to `before` (m <= i) and of what it gives to `after` (i < m). Nothing is added that would have to be
+// taken off again: where a decay is large, what it gets is small against what its neighbours do. Sums over j < m are
+// products with a triangle of ones.
+__device__ __forceinline__ void sum_crossings(float (&tokens)[4 * C_TILES], const TokenOperand& weighed,
+                                              const float (&before)[2], const float (&after)[2],
+                                              const Lane& l) {
+  constexpr u32 ONE = 0x3f80, ONES = ONE << 16 | ONE;
+  const u32 triangle = (2 * l.t < l.g ? ONE : 0) | (2 * l.t + 1 < l.g ? ONE << 16 : 0);
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j) {
+    float x[4] = {before[0], before[0], before[1], before[1]};
+#pragma unroll
+    for (int kk = 0; kk <= j / 2; ++kk) {
+      const bool ends = kk == j / 2, odd = j & 1;
+      mma_bf16(x, weighed.a[kk], ends && !odd ? triangle : ONES, ends ? (odd ? triangle : 0) : ONES);
+    }
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int m = 8 * j + 2 * l.t + odd;
+      tokens[2 * j + odd] = (m <= l.row(0) ? x[odd] : after[0]) + (m <= l.row(1) ? x[2 + odd] : after[1]);
     }
   }
 }
@@ -78,21 +104,13 @@ __device__ __forceinline__ void add_over_columns(float (&x)[4 * C_TILES], const 
   }
 }
 
-// Adds sums of a warp's rows, which all four lanes of a row have, to numbers that a lane has of tokens 2 lane and
-// 2 lane + 1.
-__device__ __forceinline__ void add_rows(float (&x)[2], const float (&rows)[2], const Lane& l) {
-  const int i = l.lane & 7, from = 8 * (i & 3);
-  const float low[2] = {shuffle(rows[0], from), shuffle(rows[0], from + 4)},
-              high[2] = {shuffle(rows[1], from), shuffle(rows[1], from + 4)};
-  if (l.lane >> 3 == l.block) x[0] += i < 4 ? low[0] : high[0], x[1] += i < 4 ? low[1] : high[1];
-}
 // From warp to warp in turn, so that sums have the same order in every run: of all tokens to `to`.
-__device__ __forceinline__ void add_over_warps(int side, u32 to, const float (&x)[2], const Lane& l) {
+__device__ __forceinline__ void add_over_warps(int side, u32 to, float x, float y, const Lane& l) {
 #pragma unroll 1
   for (int w = 0; w < SIDE_WARPS; ++w) {
     if (w == l.block) {
       const float2 before = w ? load_shared2(to + 8 * l.lane) : float2{0.0f, 0.0f};
-      store_shared(to + 8 * l.lane, before.x + x[0], before.y + x[1]);
+      store_shared(to + 8 * l.lane, before.x + x, before.y + y);
     }
     sync_side(side);
   }

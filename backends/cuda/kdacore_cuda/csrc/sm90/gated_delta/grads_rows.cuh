@@ -79,34 +79,6 @@ __device__ __forceinline__ void add_scaled(RowSums& d, float (&dot)[2], const Ro
   }
   dot[0] *= by[0], dot[1] *= by[1];
 }
-// Products of the rows of two tiles, this lane's share.
-__device__ __forceinline__ void dot_rows(float (&dot)[2], u32 left, u32 right, const Lane& l) {
-  dot[0] = dot[1] = 0.0f;
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    u32 x[4], y[4];
-    load_rows(x, left, kk, l);
-    load_rows(y, right, kk, l);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      dot[i & 1] += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
-  }
-}
-// Products of the elements of two images of states, this thread's share.
-__device__ __forceinline__ float dot_states(u32 left, u32 right, int thread, int threads) {
-  float sum = 0.0f;
-  const auto add = [&](float x, float y) {
-    const u32 a = __float_as_uint(x), b = __float_as_uint(y);
-    sum += bf16_low(a) * bf16_low(b);
-    sum += bf16_high(a) * bf16_high(b);
-  };
-#pragma unroll 4
-  for (u32 at = 16 * thread; at < STATE_BYTES; at += 16 * threads) {
-    const float4 x = load_shared4(left + at), y = load_shared4(right + at);
-    add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w);
-  }
-  return sum;
-}
 // Sums over the four lanes that share a row.
 __device__ __forceinline__ void add_over_row(float (&x)[2]) {
 #pragma unroll

@@ -14,15 +14,14 @@ enum Side { QUERIES, KEYS };
 constexpr int SIDES = 2, SIDE_WARPS = 4, COMPUTE_WARPS = SIDES * SIDE_WARPS, LOAD_WARPS = 2, GATE_WARPS = 2,
               THREADS = 32 * (COMPUTE_WARPS + LOAD_WARPS + GATE_WARPS);
 // Moved between warpgroups.
-constexpr int START_REGISTERS = 168, COMPUTE_REGISTERS = 232, OTHER_REGISTERS = 40;
+constexpr int START_REGISTERS = 168, COMPUTE_REGISTERS = 216, OTHER_REGISTERS = 72;
 static_assert(SIDES * COMPUTE_REGISTERS + OTHER_REGISTERS <= 3 * START_REGISTERS,
               "more registers than the block has");
 
-// What is found of the gradients of a value head's decays.
+// Gradients of the logarithms of a value head's decays, but for the states' product.
 struct DecaySums {
-  float rows[SIDES][C];       // of each token, handed from warp to warp
-  float of_keys[SIDE_WARPS];  // parts of what KEYS gives to all tokens
-  float of_states;  // the first half of the states' product: times the chunk's decay, all tokens get it
+  float tokens[SIDES][C];  // handed from warp to warp
+  float of_states;         // half of the states' product: times the chunk's decay, all tokens get it
 };
 struct HeadStage {
   TileImage own[SIDES],
@@ -64,7 +63,7 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
     const auto init = [&](u32 offset, u32 count) { barrier_init(shared + offset, count); };
     for (int i = 0; i < STAGES; ++i) {
       init(OFFSET(SharedMemory, head_full) + 8 * i, 1 + LOADS);
-      init(OFFSET(SharedMemory, head_empty) + 8 * i, BOTH + LOADS + GATES);
+      init(OFFSET(SharedMemory, head_empty) + 8 * i, BOTH + GATES);
       init(OFFSET(SharedMemory, keys_empty) + 8 * i, BOTH + GATES);
     }
     init(OFFSET(SharedMemory, state_full), 1);
@@ -74,7 +73,7 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
     init(OFFSET(SharedMemory, sums_full), BOTH + WARP_ARRIVALS);
     init(OFFSET(SharedMemory, sums_empty), WARP_ARRIVALS);
     init(OFFSET(SharedMemory, pairs_full), BOTH);
-    init(OFFSET(SharedMemory, tiles_unused), BOTH + LOADS);
+    init(OFFSET(SharedMemory, tiles_unused), BOTH + GATES);
   }
   fence_async_proxy();  // bulk copies use them
   sync_block();

@@ -12,12 +12,12 @@
 //   dq_i += c_i sum over j of x_ij r_j k_j
 //   dk_j += r_j sum over i of (x_ij c_i q_i + y_ij r_i k_i),  dk_i += r_i sum over j of y_ij r_j k_j
 //
-// which then go through the norms. A decay gets x and y weighed with q . k and k . k, by rows less by columns; these
-// are summed as they are, for what is left is small against its parts where decays are fast.
+// which then go through the norms. A decay gets x and y weighed with q . k and k . k, of the pairs that it lies between
+// (sum_crossings).
 //
 // Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Warps: two warpgroups that compute, one
-// for what q is multiplied with and one for what k is; two warps that load and store the gradients of beta; two that
-// finish the gates. Each goes ahead of the others as far as stages allow; they wait for one another with a unit's last
+// for what q is multiplied with and one for what k is; two warps that load; two that finish gates and
+// betas. Each goes ahead of the others as far as stages allow; they wait for one another with a unit's last
 // products. Shared memory and barriers: grads_shared_memory.cuh.
 #include "sm90/gated_delta/grads_gate.cuh"
 #include "sm90/gated_delta/grads_loads.cuh"
@@ -72,8 +72,7 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
           clear(all);
           clear(d);
         }
-        // What its products with the states at both ends give.
-        float rows[2] = {}, to_all = 0.0f;
+        float before[2] = {}, after[2] = {};  // what decays get of the products with the states
         {
           const u32 sums = scalars + OFFSET(HeadScalars, sum), betas = scalars + OFFSET(HeadScalars, beta);
           const float sum[2] = {load_shared1(sums + 4 * l.row(0)), load_shared1(sums + 4 * l.row(1))},
@@ -96,28 +95,29 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
               release(at.states, l);
             }
             add_scaled(d, dot, x, by, own, l);
-            if (n) to_all = dot[0] + dot[1], dot[0] = -dot[0], dot[1] = -dot[1];
-            rows[0] += dot[0], rows[1] += dot[1];
+            add_over_row(dot);
+            if (n)
+              after[0] = dot[0], after[1] = dot[1];
+            else
+              before[0] = dot[0], before[1] = dot[1];
           }
         }
-        float sums[4 * C_TILES] = {}, of_pairs[2] = {};
+        TokenOperand weighed;
         {
           PairSums x;
           multiply_rows(x, operand, of_u);
-          weigh_pairs(all, of_pairs, sums, x, key_pairs, scalars, side == QUERIES, l);
+          weigh_pairs(all, weighed, x, key_pairs, scalars, side == QUERIES, l);
           if (!is_last) release(at.heads, l);
         }
-        add_over_columns(sums, l);
-        rows[0] += sign * of_pairs[0], rows[1] += sign * of_pairs[1];
-        add_over_row(rows);
-        float columns[2] = {-sign * sums[0], -sign * sums[1]};
-        add_rows(columns, rows, l);
-        if (side == KEYS) to_all = add_over_warp(to_all);
+        float tokens[4 * C_TILES];
+        // Pairs have the other sign with KEYS.
+        const float from[2] = {sign * before[0], sign * before[1]},
+                    to[2] = {sign * after[0], sign * after[1]};
+        sum_crossings(tokens, weighed, from, to, l);
+        add_over_columns(tokens, l);
         at.sums.wait_empty();
-        const u32 found = shared + OFFSET(SharedMemory, sums);
-        if (side == KEYS && l.lane == 0)
-          store_shared(found + OFFSET(DecaySums, of_keys) + 4 * l.block, __float_as_uint(to_all));
-        add_over_warps(side, found + OFFSET(DecaySums, rows) + 4 * C * side, columns, l);
+        add_over_warps(side, shared + OFFSET(SharedMemory, sums.tokens) + 4 * C * side, sign * tokens[0],
+                       sign * tokens[1], l);
         warp_arrive(at.sums.full(), l.lane);
         at.sums.next();
       },
@@ -167,7 +167,7 @@ KDA_KERNEL(THREADS, 1) unit_grads(KDA_PARAM GatedDeltaBackwardParams p) {
       clear_gradients(
           p, {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
     } else {
-      finish_gates(p, shared, other - LOAD_WARPS, thread & 31);
+      finish_gates(p, shared, other - LOAD_WARPS);
     }
   }
 }

@@ -22,27 +22,30 @@ def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
 
     Args:
         warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
-        keeps: it also writes u and the states at the start of chunks, for the backward.
+        keeps: also stores each chunk's u and the state at its start, for a backward; its parameters are
+            :data:`~kdacore_cuda.kernel_parameters.GATED_DELTA_BACKWARD`.
     """
-    params = GATED_DELTA_BACKWARD if keeps else GATED_DELTA
-    return make_kernel(f"{_SOURCES}/walk_records", params, WARPGROUPS=warpgroups, KEEPS=keeps)
+    if keeps:
+        return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups)
+    return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
 
 
 @cache
 def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
-    """Gradients of every state in reverse, and of v.
+    """The gradients of v and of every chunk's state, from the records: a walk from each sequence's end.
 
     Args:
-        warpgroups: as of :func:`walk_kernel`.
-        with_states: further blocks compute u and the states again, beside those.
+        warpgroups: as of :func:`walk_kernel`; the grid has ``2 // warpgroups`` blocks a sequence and value head.
+        with_states: as many more blocks recompute u and the states, beside them.
     """
-    macros = {"WARPGROUPS": warpgroups, "WITH_STATES": with_states}
-    return make_kernel(f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, **macros)
+    return make_kernel(
+        f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups, WITH_STATES=with_states
+    )
 
 
 @cache
 def grads_kernel() -> Kernel:
-    """Every input gradient but that of v; one block a multiprocessor loops over chunks and key heads."""
+    """Every input gradient of a chunk and key head; a block per multiprocessor loops over them."""
     return make_kernel(f"{_SOURCES}/unit_grads", GATED_DELTA_BACKWARD)
 
 

@@ -178,8 +178,8 @@ def test_rows_behind_a_pack(
 
 
 def test_nothing_at_all(emulated: list[str]) -> None:
-    """A pack without tokens: the gradient of the final state is that of the initial one."""
-    inputs = pack((0, 0), initial_state=state(2, 2))
+    """Empty sequences alone: the gradient of the final state is that of the initial one."""
+    inputs = pack((0, 0), 5, initial_state=state(2, 2))
     r = training(inputs, output_final_state=True, **MODEL)
     grads = output_grads(r, inputs)
     got = run(r, inputs, grads)

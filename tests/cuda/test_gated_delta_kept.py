@@ -47,8 +47,8 @@ def check_kept(inputs: ChunkInputs, launched: list[str], **options: Any) -> Outp
     out = gated_delta.forward(r, inputs)
     grads = output_grads(r, inputs)
     got = run(r, inputs, grads, out.saved)
-    assert names_of(launched) == ["chunk_records", "walk_records", *WHOLE[1:]]
-    assert "KEEPS1" in launched[1] and "WITH_STATES0" in launched[2]
+    assert names_of(launched) == ["chunk_records", "walk_records_keeping", *WHOLE[1:]]
+    assert "WITH_STATES0" in launched[2]
     (buffer,) = out.saved
     units = launches.launches_of(r).buffers["saved"] // sum(UNIT_BYTES[n] for n in SAVED)
     assert buffer.dtype == torch.uint8 and units >= r.HV

@@ -130,7 +130,8 @@ def test_strided_inputs(emulated: list[str]) -> None:
 @MORE
 @pytest.mark.parametrize("gate", ["random", "init"])
 def test_the_contract_s_length(emulated: list[str], gate: str) -> None:
-    check(draw(2048, gate=gate), loose=1.0, **MODEL)
+    """Drawn so that the gradients of A_log and dt_bias are not what is left of terms that cancel."""
+    check(draw(2048, gate=gate, seed=1), loose=1.0, **MODEL)
 
 
 # --- packs ---------------------------------------------------------------------------------------------------------

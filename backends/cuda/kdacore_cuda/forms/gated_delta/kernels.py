@@ -31,6 +31,12 @@ def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
 
 
 @cache
+def grads_kernel() -> Kernel:
+    """Every input gradient of a chunk and key head; a block per multiprocessor loops over them."""
+    return make_kernel(f"{_SOURCES}/unit_grads", GATED_DELTA_BACKWARD)
+
+
+@cache
 def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
     """The gradients of v and of every chunk's state, from the records: a walk from each sequence's end.
 
@@ -41,12 +47,6 @@ def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
     return make_kernel(
         f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups, WITH_STATES=with_states
     )
-
-
-@cache
-def grads_kernel() -> Kernel:
-    """Every input gradient of a chunk and key head; a block per multiprocessor loops over them."""
-    return make_kernel(f"{_SOURCES}/unit_grads", GATED_DELTA_BACKWARD)
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from chunk_backward_model import F64, LOG2E, C, chunks, num_slots, rows
 
 from kdacore.types import ChunkInputs, Request
-from kdacore_cuda.forms.gated_delta.launches import RECORD_BYTES
+from kdacore_cuda.forms.gated_delta.workspace import RECORD_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_reference.gate import beta_forward, gate_forward, gate_parameters
 from kdacore_reference.oracle import to_float64

@@ -114,6 +114,31 @@ def run(HV: int) -> None:
     check("flat", lambda x: call(x)[0], [place(flat, "data")], [flat])
 
 
+def run_gated_delta() -> None:
+    """Grouped value heads with states and gradients, and a pack."""
+    x, op = draw(4), "chunk_gated_delta_rule"
+    x |= {"g": x["g"][..., 0], "dt_bias": x["dt_bias"][..., 0]}
+    states = jnp.asarray(np.random.default_rng(0).standard_normal((B, 4, K, K)), jnp.float32)
+
+    def training(x: dict[str, Any]) -> Any:
+        def loss(x: dict[str, Any]) -> Any:
+            o, state = call(x, op, output_final_state=True)
+            return o.astype(jnp.float32).sum() + state.sum()
+
+        return call(x, op, output_final_state=True), jax.grad(loss)(x)
+
+    whole = x | {"initial_state": states}
+    check("training", training, [place(whole, "data", initial_state=P("data", "heads"))], [whole])
+
+    ends = jnp.array([0, 30, 30, T], jnp.int32)
+    row = {n: a[:1] if n in TOKENS else a for n, a in x.items()}
+
+    def pack(x: dict[str, Any], ends: Any) -> Any:
+        return jax.grad(lambda x: call(x, op, cu_seqlens=ends)[0].astype(jnp.float32).sum())(x)
+
+    check("pack", pack, [place(row, None), ends], [row, ends])
+
+
 def run_one_head() -> None:
     """One query/key head for all value heads: its axis has size 1, which XLA takes into no product."""
     x = draw(2, H=1)
@@ -224,11 +249,14 @@ if __name__ == "__main__":
     emulation.register(handler, "test.native")
     emulation.install(MonkeyPatch(), device, handler, "test.native")
     device.run = device.emulate
-    REGISTRY.register(Plugin("chunk_kda", "fused_recurrent_kda", kind="jax"), NAME)
+    ops = "chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda"
+    REGISTRY.register(Plugin(*ops, kind="jax"), NAME)
     if sys.argv[1] == "tokens":
         run_tokens()
     elif sys.argv[1] == "one-head":
         run_one_head()
+    elif sys.argv[1] == "gated-delta":
+        run_gated_delta()
     elif sys.argv[1] == "ranks":
         run_ranks()
     else:

@@ -51,6 +51,10 @@ def packed(heads: int, **fields: Any) -> Request:
     return call(heads, packed=True, arrays=("cu_seqlens",), **fields)
 
 
+def gated_delta(heads: int, **fields: Any) -> Request:
+    return dataclasses.replace(call(heads, **fields), op="chunk_gated_delta_rule", scalar_gate=True)
+
+
 # --- the forms ----------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, tuple[Request, str]] = {
@@ -80,8 +84,12 @@ FORMS: dict[str, tuple[Request, str]] = {
         "recurrent: the kernel for one token a sequence, 32 sequences of 8 heads",
     ),
     "the gated delta rule": (
-        dataclasses.replace(call(8), op="chunk_gated_delta_rule", scalar_gate=True),
+        gated_delta(8),
         "gated_delta: 8 heads",
+    ),
+    "the gated delta rule, no recomputation": (
+        gated_delta(8, disable_recompute=True, needs_grad=True),
+        "gated_delta: disable_recompute, 8 heads",
     ),
     "a stage": (
         dataclasses.replace(call(8), op="kda_recompute_w_u"),
@@ -178,6 +186,23 @@ def test_operands_are_saved_behind_that() -> None:
     ):
         assert chosen(dataclasses.replace(call(64, **saving), **change)).form == "fused", change
     assert chosen(call(64, arrays=("out",), **saving)).form == "fused"
+
+
+def test_the_gated_delta_rule_saves_operands_with_any_heads() -> None:
+    saving = {"disable_recompute": True, "needs_grad": True}
+    assert [chosen(gated_delta(n, **saving)).saves for n in (1, 64)] == ["operands"] * 2
+    for change in (
+        {"disable_recompute": False},
+        {"needs_grad": False},
+        {"kind": "jax"},
+        {"traced": True},
+        {"T": 0},
+        {"checkpoint_every": 64},
+        {"pool_size": 4},
+        {"inplace_state": True},
+    ):
+        assert not chosen(dataclasses.replace(gated_delta(64, **saving), **change)).saves, change
+    assert not chosen(gated_delta(64, arrays=("out",), **saving)).saves
 
 
 def test_maps_are_saved_with_few_heads() -> None:
@@ -346,6 +371,18 @@ TEXTS: dict[str, tuple[Request, str]] = {
 def test_the_text_of_a_call_on_hardware_that_is_not_here(name: str) -> None:
     request, text = TEXTS[name]
     assert make_backend().ops["chunk_kda"].form(request) == text + ASSUMED  # type: ignore[misc]
+
+
+def test_the_text_of_the_gated_delta_rule() -> None:
+    text = make_backend().ops["chunk_gated_delta_rule"].form
+    assert text is not None
+    assert text(gated_delta(8)) == f"gated_delta: 8 heads{ASSUMED}"
+    training = gated_delta(8, needs_grad=True)
+    assert text(training) == f"gated_delta: 8 heads; backward in one chain per head{ASSUMED}"
+    saving = dataclasses.replace(training, disable_recompute=True)
+    assert text(saving) == (
+        f"gated_delta: disable_recompute, 8 heads; backward from what the forward saves{ASSUMED}"
+    )
 
 
 def test_the_text_of_a_slice() -> None:

@@ -24,7 +24,7 @@ from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
-from kdacore_cuda.runtime import device_figures
+from kdacore_cuda.runtime import device_figures, torch_launch
 
 EVERY = (True,) * 8
 
@@ -133,7 +133,7 @@ def test_what_takes_the_longer_way(emulated: list[str], monkeypatch: pytest.Monk
         x = getattr(inputs, name)
         moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
         assert step.backward(tuple(inputs._replace(**{name: moved})), (), do, None) is None
-    monkeypatch.setattr(chunk_backward.torch_launch, "current_device", lambda: 3)
+    monkeypatch.setattr(torch_launch, "current_device", lambda: 3)
     elsewhere = made(inputs)
     assert elsewhere is not None and elsewhere.backward(tuple(inputs), (), do, None) is None
     assert not emulated

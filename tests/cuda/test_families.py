@@ -23,6 +23,7 @@ from kdacore_cuda.forms import chunk_launches
 from kdacore_cuda.forms.backward import gradients
 from kdacore_cuda.forms.backward import launches as backward
 from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.gated_delta import backward_launches as gated_delta_backward
 from kdacore_cuda.forms.gated_delta import launches as gated_delta
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.forms.recurrent import launches as recurrent
@@ -66,7 +67,7 @@ def drawn(seed: int) -> Request | None:
     sizes: dict[str, Any] = {"H": H, "HV": H * int(rng.choice([1, 1, 2])), "K": K, "V": K}
     call = call.changed(op=op, dtype="bfloat16", **dtypes, state_dtype="float32", **sizes)
     suited = [name for name, pool in POOLS.items() if pool.suits(call.family)]
-    if op == "chunk_kda" and rng.random() < 0.5:
+    if op.startswith("chunk_") and rng.random() < 0.5:
         saves = {
             "disable_recompute": bool(rng.random() < 0.5),
             "checkpoint_every": None,
@@ -126,17 +127,24 @@ def types_of(name: str) -> tuple[str, ...]:
 
 
 def launches_of(r: Request) -> list[Launches]:
-    if r.op == "chunk_gated_delta_rule":
-        return [gated_delta.launches_of(r)]
-    if r.op != "chunk_kda":
+    if not r.op.startswith("chunk_"):
         return [recurrent.launches_of(r, mode) for mode in (None, RecurrentMode.GENERAL)]
-    found = [chunk_launches.launches_of(r)]
+    found = [gated_delta.launches_of(r) if r.scalar_gate else chunk_launches.launches_of(r)]
     if r.needs_grad:
         for wanted in (InputGrads(*[True] * 8), InputGrads(*[i % 2 == 0 for i in range(8)])):
-            for saved in {"", gradients.saved_kind(r)}:
-                for to_caller in (False, True):
-                    found += backward.launches_of(r, wanted, saved, to_caller)
+            for to_caller in (False, True):
+                found += backward_of(r, wanted, to_caller)
     return found
+
+
+def backward_of(r: Request, wanted: InputGrads, to_caller: bool) -> Iterator[Launches]:
+    """With nothing saved, and with what the forward saves."""
+    if r.scalar_gate:
+        for saved in {"", chosen(r).saves}:
+            yield gated_delta_backward.launches_of(r, wanted, saved, to_caller)
+    else:
+        for saved in {"", gradients.saved_kind(r)}:
+            yield from backward.launches_of(r, wanted, saved, to_caller)
 
 
 SEEDS = range(160)
@@ -165,7 +173,8 @@ def test_every_form_was_drawn() -> None:
         for r in () if request is None else others(request, np.random.default_rng(seed)):
             forms.add((chosen(r).form, r.needs_grad))
     expected = {(form, grad) for form in ("fused", "segments", "dataflow") for grad in (False, True)}
-    assert forms >= expected | {("saving_forward", True), ("recurrent", False), ("gated_delta", False)}
+    expected |= {("gated_delta", grad) for grad in (False, True)}
+    assert forms >= expected | {("saving_forward", True), ("recurrent", False)}
 
 
 def test_a_family_cache_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

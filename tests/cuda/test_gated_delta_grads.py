@@ -19,7 +19,7 @@ from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import grads_kernel
-from kdacore_cuda.forms.gated_delta.launches import RECORD_BYTES
+from kdacore_cuda.forms.gated_delta.workspace import RECORD_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, SUM_SCALE
 from kdacore_cuda.request_encoding import division, type_code
 

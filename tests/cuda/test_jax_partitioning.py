@@ -45,6 +45,12 @@ def test_rows_split_along_their_tokens_are_refused() -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_gated_delta_rule_is_split() -> None:
+    """As above: rows and heads with one all-reduce, a pack by heads with none."""
+    assert run_script("gated-delta") == {"training": "same all-reduce=1", "pack": "same"}
+
+
+@pytest.mark.exhaustive
 def test_one_head_under_many_value_heads() -> None:
     """Rows are split, and gradients of what they share added up, where the heads' axis has size 1."""
     assert run_script("one-head") == {"training": "same all-reduce=1"}

@@ -27,6 +27,9 @@ from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.backward import workspace as chunk_backward_workspace
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
+from kdacore_cuda.forms.gated_delta import forward as gated_delta
+from kdacore_cuda.forms.gated_delta import gradients as gated_delta_gradients
+from kdacore_cuda.forms.gated_delta.workspace import UNIT_BYTES
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
@@ -38,6 +41,8 @@ from kdacore_cuda.kernel_parameters import (
     CHUNK_BACKWARD,
     CHUNK_FORWARD,
     FLAGS,
+    GATED_DELTA,
+    GATED_DELTA_BACKWARD,
     GATES,
     GROUPS,
     INTRA,
@@ -64,7 +69,10 @@ PARAMS = {
         ("prepare", "prepare_units", "segment_maps", "segment_chain", "scan", "grads"), CHUNK_BACKWARD
     ),
     "sums": SUMS,
+    "gate_sums": SUMS,
     "groups": GROUPS,
+    **dict.fromkeys(("chunk_records", "walk_records"), GATED_DELTA),
+    **dict.fromkeys(("walk_records_keeping", "walk_backward", "unit_grads"), GATED_DELTA_BACKWARD),
     "checkpoint_tail": CHECKPOINT_TAIL,
     "prepare_marked": PREPARE_MARKED,
     **dict.fromkeys(("maps", "chain", "output"), SEGMENTS),
@@ -511,6 +519,68 @@ def test_cached_chunk_backward_of_some_gradients(seen: Stub) -> None:
         assert [bool(grads.params[name]) for name in ("dA_part", "dbias_part")] == list(wanted[5:7])
         if "sums" in entries:
             holds(launches[-1].params, d_A=got[5], d_bias=got[6])
+
+
+def gated_delta_call(packed: bool, saves: bool) -> tuple[Request, ChunkInputs]:
+    d, T, H, HV = Draw(0), 150, 2, 6
+    B, N = (1, 3) if packed else (2, 2)
+    gate = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate("init", B, T, HV, 1).items()}
+    inputs = ChunkInputs(
+        q=d.normal(B, T, H, 128),
+        k=d.normal(B, T, H, 128),
+        v=d.normal(B, T, HV, 128),
+        beta=d.normal(B, T, HV, dtype=torch.float32),
+        **gate,
+        initial_state=d.normal(N, HV, 128, 128, dtype=torch.float32),
+        cu_seqlens=pack(10, 100, 30) if packed else None,
+    )
+    options = MODEL | {"output_final_state": True, "disable_recompute": saves}
+    request = request_of("chunk_gated_delta_rule", inputs, **options)
+    return on_hopper(dataclasses.replace(request, needs_grad=True)), inputs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+def test_gated_delta_backward(seen: Stub, packed: bool, saves: bool) -> None:
+    """Every launch is told where the same workspace lies, and what the forward saved of it."""
+    request, inputs = gated_delta_call(packed, saves)
+    out = gated_delta.forward(request, inputs)
+    do, dht = torch.randn_like(inputs.v), torch.randn(request.state_shape)
+    got = gated_delta_gradients.backward(request, inputs, out.saved, OutputGrads(do, dht))
+    forward, backward = seen()[:2], seen()[2:]
+    kept = "_keeping" if saves else ""
+    assert [x.entry for x in forward] == ["chunk_records", f"walk_records{kept}"]
+    entries = ["chunk_records", "walk_backward", "unit_grads", "gate_sums"]
+    assert [x.entry for x in backward] == entries[saves:]
+    walk, grads, sums = backward[-3:]
+    N, slots = (3, 150 // 64 + 3) if packed else (2, 6)
+    records = (slots * 2,)
+    assert tuple(x.grid for x in forward) == (*records, 2 * 6 * N)
+    walks = 2 * 6 * N * (1 if saves else 2)  # half a state a block
+    assert tuple(x.grid for x in backward) == (*records * (not saves), walks, slots * 2, 6)
+    named = {n: getattr(inputs, n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")}
+    for x in (*forward, *backward[:-1]):
+        holds(x.params, **named, T=150, N=N, H=2, HV=6, NT=3, scale=128**-0.5)
+        holds(x.params, gate=GATES["softplus"], g_type=TYPES["bfloat16"], beta_type=TYPES["float32"])
+        strided(x.params, **{n: named[n] for n in ("q", "k", "v")})
+        assert bool(x.params["flags"] & FLAGS["NONZERO_BETA"]) == (saves or x not in forward)
+        assert bool(x.params["flags"] & FLAGS["CLEAR_TAIL"]) == packed
+    for x in (walk, grads):
+        holds(x.params, d_o=do, d_ht=dht, d_h0=got.initial_state, h0=inputs.initial_state, units=slots * 2)
+        holds(x.params, dq=got.q, dk=got.k, dv=got.v, dg=got.g, dbeta=got.beta)
+        assert all(x.params[name] == walk.params[name] != 0 for name in UNIT_BYTES)
+    units = slots * 6
+    if saves:
+        saved = [walk.params[name] for name in ("records", "u", "states")]
+        assert saved == [forward[1].params[name] for name in ("records", "u", "states")]
+        assert saved[0] == forward[0].params["records"] == out.saved[0].data_ptr()
+    else:
+        assert backward[0].params["records"] == walk.params["records"]
+    places = sorted((walk.params[name], units * size) for name, size in UNIT_BYTES.items())
+    assert all(at + size <= other for (at, size), (other, _) in itertools.pairwise(places))
+    assert not any(at % 16 for at, _ in places)
+    holds(sums.params, d_A=got.A_log, d_bias=got.dt_bias, slots=slots, HV=6)
+    holds(sums.params, **{name: grads.params[name] for name in ("dA_part", "dbias_part")})
 
 
 def test_recurrent_reads_one_pool_and_writes_another(seen: Stub) -> None:

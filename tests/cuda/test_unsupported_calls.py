@@ -99,7 +99,10 @@ TRAINED = {"needs_grad": True, "K": 128, "V": 128}
 
 def test_gradients_are_served_where_there_is_a_backward() -> None:
     assert codes(request(**TRAINED)) == set()
-    assert [name for name, op in BACKEND.ops.items() if op.backward is not None] == ["chunk_kda"]
+    assert codes(request("chunk_gated_delta_rule", **TRAINED)) == set()
+    differentiated = [name for name, op in BACKEND.ops.items() if op.backward is not None]
+    assert differentiated == ["chunk_kda", "chunk_gated_delta_rule"]
+    assert all(BACKEND.ops[name].fast_gradients is not None for name in differentiated)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,21 @@ def test_gradients_are_served_where_there_is_a_backward() -> None:
 def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
     assert codes(request(**TRAINED | changes)) == {"gradients"}
     assert codes(request(**TRAINED | changes | {"needs_grad": False})) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"device": Device("cuda", 0, "sm_100")}, "device"),
+        ({"K": 64, "V": 64}, "head_dim"),
+        ({"dtype": "float16"}, "dtype"),
+    ],
+)
+def test_the_gated_delta_rule_is_served_where_it_has_kernels(changes: dict[str, Any], code: str) -> None:
+    """With and without gradients alike."""
+    for needs_grad in (True, False):
+        r = request("chunk_gated_delta_rule", **TRAINED | changes | {"needs_grad": needs_grad})
+        assert codes(r) == {code}
 
 
 def test_declaring_the_backend_imports_nothing_else() -> None:
@@ -168,4 +186,6 @@ def test_jax_is_served_what_torch_is_served() -> None:
                     served[kind].add((op, name))
     only_torch = served["torch"] - served["jax"]
     assert {name for _, name in only_torch} == {"out given", "disable_recompute"}  # JAX has neither
-    assert served["jax"] < served["torch"] and ("chunk_kda", "gradients") in served["jax"]
+    assert served["jax"] < served["torch"]
+    for op in ("chunk_kda", "chunk_gated_delta_rule"):
+        assert (op, "gradients") in served["jax"]

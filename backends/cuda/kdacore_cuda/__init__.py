@@ -111,12 +111,16 @@ def make_backend() -> Backend:
     )
     gated_delta = _op(
         forward=_by_kind(_lazy("forms.gated_delta.forward", "forward"), _lazy("jax.forward", "forward")),
+        backward=_by_kind(
+            _lazy("forms.gated_delta.gradients", "backward"), _lazy("jax.backward", "backward")
+        ),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
         verifiers=(
             *_COMMON,
             *_verifiers("hopper", "head_dim_128", "chunk_forward_dtype", "sequence_length"),
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
+        fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
     )
     recurrent = _op(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
@@ -137,8 +141,8 @@ def make_backend() -> Backend:
             "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
             "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
         },
-        summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule; "
-        "recurrent ops, two training stages",
+        summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule with its "
+        "own; recurrent ops, two training stages",
         requirements=(
             Requirement("CUDA driver", _driver_missing, install, hardware=True),
             Requirement("torch or JAX", _array_library_missing, "pip install 'kdacore[cuda]'"),

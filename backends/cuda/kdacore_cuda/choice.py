@@ -98,12 +98,12 @@ def choose(request: Request, device: Figures) -> Choice:
     if request.op in ("kda_chunk_intra", "kda_recompute_w_u"):
         return _choose_stage(request, device)
     if request.op == "chunk_gated_delta_rule":
-        return Choice("gated_delta", amount_of(request))
+        return _choose_gated_delta(request)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
 
-# --- chunk_kda ----------------------------------------------------------------------------------------------------
+# --- the chunk ops ------------------------------------------------------------------------------------------------
 
 
 def _choose_chunk(r: Request, device: Figures) -> Choice:
@@ -126,6 +126,12 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
         saves = "maps" if saves_maps(r, multiprocessors) else ""
         return Choice("segments", f"{amount} (up to {most} {on})", None, saves, cut)
     return Choice("fused", f"{amount} (segments: up to {most} {on})", choose_clusters(r, device), "", cut)
+
+
+def _choose_gated_delta(r: Request) -> Choice:
+    if may_save_operands(r):
+        return Choice("gated_delta", f"disable_recompute, {amount_of(r)}", saves="operands")
+    return Choice("gated_delta", amount_of(r))
 
 
 def amount_of(r: Request) -> str:
@@ -203,18 +209,23 @@ def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:
 # --- what a forward saves, and the backward -----------------------------------------------------------------------
 
 
-def saves_operands(r: Request, multiprocessors: int) -> bool:
-    """Whether a forward saves what its backward would recompute.
+def may_save_operands(r: Request) -> bool:
+    """Whether a forward may save what its backward would recompute.
 
-    Not with so few heads that the backward is cut in segments, which makes its states in another order; not where
-    the forward also gives checkpoints, or works on pools of states. The number of tokens does not matter, as long
-    as there are any.
+    Not where it also gives checkpoints, or works on pools of states. The number of tokens does not matter, as long as
+    there are any.
     """
     if not (r.disable_recompute and r.needs_grad and r.kind == "torch" and not r.traced):
         return False
     if r.checkpoint_every or r.checkpoint_count or r.pool_size or r.inplace_state or r.has("out"):
         return False
-    return bool(r.B * r.T) and not use_segments_backward(items_for_choice(r), multiprocessors)
+    return bool(r.B * r.T)
+
+
+def saves_operands(r: Request, multiprocessors: int) -> bool:
+    """Whether a forward of ``chunk_kda`` saves what its backward would recompute: not with so few heads that the
+    backward is cut in segments, which makes its states in another order."""
+    return may_save_operands(r) and not use_segments_backward(items_for_choice(r), multiprocessors)
 
 
 def saves_maps(r: Request, multiprocessors: int) -> bool:

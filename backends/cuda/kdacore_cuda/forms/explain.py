@@ -67,7 +67,7 @@ def _text(r: Request, device: Figures, choice: Choice) -> str:
         parts += [f"{clusters.preparing} more prepare"] if clusters.preparing else []
         parts += ["many short sequences"] if clusters.many_short else []
     text = ", ".join(parts)
-    return f"{text}; backward {_backward(r, choice)}" if r.op == "chunk_kda" and r.needs_grad else text
+    return f"{text}; backward {_backward(r, choice)}" if r.op.startswith("chunk_") and r.needs_grad else text
 
 
 def _backward(r: Request, choice: Choice) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, SliceForward
 from kdacore_cuda.forms.slices.launches import GIVEN, backward_launches, forward_launches
 from kdacore_cuda.jax import forward
-from kdacore_cuda.jax.backward import as_of_inputs, gradients_behind_scan, wanted_of
+from kdacore_cuda.jax.backward import as_of_inputs, gradients_of, wanted_of
 from kdacore_cuda.jax.batching import Arrays, run_batched
 from kdacore_cuda.jax.launch import Form, given_arrays, make_launches
 
@@ -107,4 +107,4 @@ def _run_backward_finish(r: Request, arrays: Arrays, groups: int) -> Arrays:
     written = {f"{x}, written": x for x in ("borders", "both")}
     before = make_launches(r, made.scan, arrays, {"d_starts": _states(r.N, r)}, written)
     given = arrays | {"both": before["both, written"]}
-    return gradients_behind_scan(r, made.gradients, given, groups) | {"initial_state": before["d_starts"]}
+    return gradients_of(r, made.gradients, given, groups) | {"initial_state": before["d_starts"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD
+from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD, SUMS
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _SOURCES = "sm90/gated_delta"
@@ -47,3 +47,9 @@ def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
     return make_kernel(
         f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups, WITH_STATES=with_states
     )
+
+
+@cache
+def sums_kernel() -> Kernel:
+    """Gradients of A_log and dt_bias: sums over chunks, one block a value head."""
+    return make_kernel(f"{_SOURCES}/gate_sums", SUMS)

@@ -4,41 +4,62 @@ head."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from kdacore.types import Request
 from kdacore_cuda.forms.backward.kernels import walk_warpgroups
+from kdacore_cuda.forms.backward.workspace import Buffer
+from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
+from kdacore_cuda.forms.gated_delta.workspace import SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
-from kdacore_cuda.kernel_parameters import GATED_DELTA
+from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.program import Launch, Program
-
-RECORD_BYTES = 2 * 64 * 64 * 2 + 3 * 4 * 20 * 4 + 16 + 4 * 64 * 4
-"""Of a chunk and value head: ``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
+from kdacore_cuda.runtime.program import Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
-    """The launches of a call; bfloat16 q, k and v, K = V = 128."""
-    slots, items = chunk_slots(r), r.N * r.HV
+    """The launches of a call; bfloat16 q, k and v, K = V = 128. What it saves for the backward is the buffer
+    ``saved``."""
+    saves = bool(chosen(r).saves)
+    items = r.N * r.HV
     warpgroups = walk_warpgroups(items, multiprocessors_of(r))
+    numbers = call_numbers(r, for_backward=saves) | {"walk_blocks": 2 // warpgroups * items}
+    buffer = Buffer()
+    numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, buffer)
+    program = _program(numbers, warpgroups, saves)
+    return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
+
+
+def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
+    """The numbers that the forward's and the backward's launches take.
+
+    Args:
+        r: the call.
+        for_backward: gradients are divided by beta, so it may not be 0.
+    """
+    slots = chunk_slots(r)
     numbers = chunk_numbers(r) | {
         "g_type": type_code(r, "g"),
+        "units": slots * r.H,
         "record_blocks": slots * r.H,
-        "walk_blocks": 2 // warpgroups * items,
     }
+    if for_backward:
+        numbers["flags"] |= FLAGS["NONZERO_BETA"]
     for name, divisor in (("h", r.H), ("group", r.HV // r.H)):
         numbers[f"{name}_factor"], numbers[f"{name}_shift"] = division(divisor)
-    size = slots * r.HV * RECORD_BYTES
-    return Launches(_program(numbers, warpgroups), numbers, arch_of(r), {"workspace": size})
+    return numbers
 
 
 @made_once
-def _program(numbers: Iterable[str], warpgroups: int) -> Program:
-    fields = arguments_of(GATED_DELTA) | {"records": "workspace"}
+def _program(numbers: Iterable[str], warpgroups: int, saves: bool) -> Program:
+    buffer = "saved" if saves else "workspace"
+    records: dict[str, Value] = arguments_of(GATED_DELTA) | {"records": (buffer, "records_at")}
+    kept: dict[str, Value] = {name: (buffer, f"{name}_at") for name in SAVED} if saves else {}
     steps = (
-        Launch("records", records_kernel(), "record_blocks", fields),
-        Launch("walk", walk_kernel(warpgroups), "walk_blocks", fields),
+        Launch("records", records_kernel(), "record_blocks", records),
+        Launch("walk", walk_kernel(warpgroups, saves), "walk_blocks", records | kept),
     )
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

@@ -3,37 +3,12 @@
 //
 // Grid: a block a value head. Groups of 128 threads, a channel each, take every GROUPS-th slot;
 // their sums meet in shared memory. Chunks without a gradient add zeros, so that their number
-// changes no bit of the sum. Parts are SUM_SCALE times what they stand for; a sum is cut off at the
-// largest number of its type.
-#include "common/gate.cuh"
-#include "common/loads.cuh"
-#include "generated/chunk_backward_params.cuh"
+// changes no bit of the sum.
+#include "sm90/chunk_backward/slot_sums.cuh"
 
 constexpr int K = 128;
 constexpr int GROUPS = THREADS / K;
-constexpr int AHEAD = 4;  // loads in flight
 KDA_SHARED_BYTES(sizeof(float[THREADS]));
-
-__device__ __forceinline__ void store_sum(u64 base, long long index, int type, float parts) {
-  const float largest = type == TYPE_FLOAT32 ? LARGEST : type == TYPE_BFLOAT16 ? LARGEST_BF16 : 65504.0f;
-  store_scalar(base, index, type, limit(parts * (1.0f / SUM_SCALE), largest));
-}
-
-// The sum of part[slot * step] over slots first, first + stride, ...
-__device__ __forceinline__ float sum_slots(const float* part, long long step, int first, int stride,
-                                           int slots) {
-  float total = 0.0f;
-  int slot = first;
-  for (; slot + (AHEAD - 1) * stride < slots; slot += AHEAD * stride) {
-    float x[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) x[i] = part[(slot + i * stride) * step];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) total += x[i];
-  }
-  for (; slot < slots; slot += stride) total += part[slot * step];
-  return total;
-}
 
 KDA_KERNEL(THREADS, 1) sums(KDA_PARAM SumsParams p) {
   KDA_SHARED(memory);
@@ -52,10 +27,5 @@ KDA_KERNEL(THREADS, 1) sums(KDA_PARAM SumsParams p) {
       store_sum(p.d_bias, hv * K + channel, p.bias_type, total);
     }
   }
-  if (p.d_A && thread < 32) {
-    float total = sum_slots(reinterpret_cast<const float*>(p.dA_part) + hv, p.HV, thread, 32, p.slots);
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) total += shuffle_xor(total, mask);
-    if (thread == 0) store_sum(p.d_A, hv, p.A_type, total);
-  }
+  if (p.d_A && thread < 32) sum_head(p.dA_part, p.HV, hv, p.slots, p.d_A, p.A_type, thread);
 }

@@ -1,0 +1,26 @@
+"""What the launches of the gated delta rule leave for one another, for each chunk and value head, and what a forward
+saves of it for its backward under ``disable_recompute``."""
+
+from __future__ import annotations
+
+from kdacore_cuda.forms.backward.workspace import Buffer
+
+RECORD_BYTES = 2 * 64 * 64 * 2 + 3 * 4 * 20 * 4 + 16 + 4 * 64 * 4
+"""``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
+UNIT_BYTES = {
+    "records": RECORD_BYTES,
+    "u": 2 * 64 * 128,
+    "states": 2 * 128 * 128,
+    "state_grads": 2 * 128 * 128,
+}
+"""Bytes of each array, for one chunk and value head. csrc/sm90/gated_delta/backward_workspace.cuh says what they
+hold."""
+SAVED = ("records", "u", "states")
+"""Arrays that a forward saves. The backward then launches neither what makes records nor the walk forward; its
+gradients have the same bits."""
+
+
+def places(names: tuple[str, ...], units: int, buffer: Buffer) -> dict[str, int]:
+    """Adds arrays to a buffer, for ``units`` chunk slots times value heads. Their offsets in bytes, by the names of
+    those numbers."""
+    return {f"{name}_at": buffer.add(units * UNIT_BYTES[name]) for name in names}

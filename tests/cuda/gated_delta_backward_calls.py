@@ -1,0 +1,63 @@
+"""Calls of the backward of ``chunk_gated_delta_rule`` for the tests: requests, gradients of results, a comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_calls import Draw, error, request_of
+from test_gated_delta import OP, draw
+
+from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda.forms.gated_delta import backward_launches, gradients, launches
+
+BOUND = 8e-3
+"""Contract section 4, gradients of 16-bit inputs; twice that on calls as short as these."""
+EVERY = (True,) * 8
+WHOLE = ["chunk_records", "walk_backward", "unit_grads", "gate_sums"]
+"""The kernels of a backward for which nothing was saved."""
+
+
+def names_of(launched: list[str]) -> list[str]:
+    return [name.split("-")[0] for name in launched]
+
+
+def carry(monkeypatch: pytest.MonkeyPatch, warpgroups: int) -> None:
+    """Blocks of so many warpgroups in every walk."""
+    for module in (launches, backward_launches):
+        monkeypatch.setattr(module, "walk_warpgroups", lambda *given: warpgroups)
+
+
+def training(inputs: ChunkInputs, **options: Any) -> Request:
+    return dataclasses.replace(request_of(OP, inputs, **options), needs_grad=True)
+
+
+def output_grads(r: Request, inputs: ChunkInputs, seed: int = 17) -> OutputGrads:
+    """Random ones, of both results that a call has."""
+    d = Draw(seed)
+    d_o, dtype = d.normal(*inputs.v.shape), getattr(torch, r.state_dtype)
+    return OutputGrads(d_o, d.normal(*r.state_shape, dtype=dtype) if r.output_final_state else None)
+
+
+def run(r: Request, inputs: ChunkInputs, grads: OutputGrads, saved: Any = ()) -> InputGrads:
+    return gradients.backward(r, inputs, saved, grads)
+
+
+def hold(got: InputGrads, want: InputGrads, inputs: ChunkInputs, loose: float) -> None:
+    """Every gradient is there, in its input's form, and within the bound."""
+    for name, mine, exact in zip(InputGrads._fields, got, want, strict=True):
+        assert (mine is None) == (exact is None), name
+        if mine is not None:
+            given = getattr(inputs, name)
+            assert mine.dtype == given.dtype and mine.shape == given.shape and mine.is_contiguous(), name
+            assert error(mine, exact) < loose * BOUND, name
+
+
+def pack(
+    lengths: tuple[int, ...], padding: int = 0, dtype: torch.dtype = torch.int32, **more: Any
+) -> ChunkInputs:
+    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=dtype)
+    return draw(sum(lengths) + padding, seed=sum(lengths), cu_seqlens=offsets, **more)

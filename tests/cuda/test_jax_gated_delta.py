@@ -1,0 +1,101 @@
+"""``chunk_gated_delta_rule`` from JAX with gradients, whose kernels the CPU emulates: the bits of the same calls from
+torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cuda_calls import MODEL, request_of
+from emulated_backend import on_hopper
+from gated_delta_backward_calls import WHOLE
+from jax_emulation import Device, to_jax
+from test_gated_delta import OP, draw, state
+from test_jax import arrays_of, check, function, ints, normal
+
+from kdacore.types import OutputGrads
+from kdacore_cuda.forms.gated_delta import forward as gated_delta
+from kdacore_cuda.forms.gated_delta import gradients as gated_delta_gradients
+
+CASES = {
+    "states": (
+        draw(100, 1, 2, initial_state=state(1, 2)),
+        MODEL | {"output_final_state": True, "state_v_first": True},
+    ),
+    "grouped": (draw(65, 2, 6, B=2), MODEL),
+    "pack": (
+        draw(100, cu_seqlens=ints(0, 64, 64, 90), initial_state=state(3, 2, dtype=torch.bfloat16)),
+        MODEL | {"output_final_state": True},
+    ),
+    "float16": (draw(40)._replace(g=draw(40).g.half()), MODEL),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(emulated: list[str], from_jax: Device, name: str) -> None:
+    """Of everything."""
+    inputs, options = CASES[name]
+    x = arrays_of(inputs)
+    fixed = {n: a for n, a in x.items() if n == "cu_seqlens"}
+    run = function(OP, inputs, options, {})
+    r = request_of(OP, inputs, **options)
+    d_o = normal(*inputs.v.shape, seed=1, dtype=torch.bfloat16)
+    dtype = getattr(torch, r.state_dtype)
+    d_state = normal(*r.state_shape, seed=2, dtype=dtype) if r.output_final_state else None
+
+    def both(learned: Any) -> Any:
+        results, pull = jax.vjp(lambda learned: run({**learned, **fixed}), learned)
+        return results, pull((to_jax(d_o), None if d_state is None else to_jax(d_state)))[0]
+
+    results, got = jax.block_until_ready(jax.jit(both)({n: a for n, a in x.items() if n not in fixed}))
+    launched = [x.kernel.path.split("/")[-1].removesuffix(".cu") for x in from_jax.launched]
+    emulated.clear()
+    out = on_hopper(gated_delta.forward)(r, inputs)
+    check(results[:2], (out.o, out.final_state))
+    want = on_hopper(gated_delta_gradients.backward)(r, inputs, (), OutputGrads(d_o, d_state))
+    check([got.get(n) for n in want._fields], want)
+    assert launched == [name.split("-")[0] for name in emulated]
+
+
+def test_vmap_is_one_call_with_a_larger_batch(from_jax: Device) -> None:
+    """Gradients of parameters are sums over each part of the batch."""
+    x = arrays_of(draw(33, B=2, initial_state=state(2, 2)))
+    shared = {n: x.pop(n) for n in ("A_log", "dt_bias")}
+    run = function(OP, None, MODEL | {"output_final_state": True}, {})
+    rows = {n: a[:, None] for n, a in x.items()}
+
+    def gradients(x: Any) -> Any:
+        def loss(x: Any, shared: Any) -> Any:
+            o, final = run({**x, **shared})
+            return o.astype(jnp.float32).sum() + final.sum()
+
+        return jax.grad(loss, argnums=(0, 1))(x, shared)
+
+    got = jax.block_until_ready(jax.jit(jax.vmap(gradients))(rows))
+    names = [x.kernel.entry for x in from_jax.launched]
+    assert names == WHOLE[:3]
+    each = jax.jit(gradients)
+    for i in range(2):
+        want = jax.block_until_ready(each({n: a[i] for n, a in rows.items()}))
+        for n, a in want[0].items():
+            assert np.array_equal(got[0][n][i].astype(jnp.float32), a.astype(jnp.float32)), n
+        for n, a in want[1].items():  # added up in another order
+            assert np.allclose(got[1][n][i], a, rtol=1e-5, atol=1e-5), n
+
+
+def test_vmap_over_packs_is_a_loop(from_jax: Device) -> None:
+    x = arrays_of(draw(40, cu_seqlens=ints(0, 10, 40)))
+    ends = jnp.array([[0, 10, 40], [0, 25, 40]], jnp.int32)
+    run = function(OP, None, MODEL, {})
+
+    def gradient(v: Any, ends: Any) -> Any:
+        return jax.grad(lambda v: run({**x, "v": v, "cu_seqlens": ends})[0].astype(jnp.float32).sum())(v)
+
+    got = jax.jit(jax.vmap(gradient, in_axes=(None, 0)))(x["v"], ends)
+    for i in range(2):
+        want = jax.jit(gradient)(x["v"], ends[i])
+        assert np.array_equal(got[i].astype(jnp.float32), want.astype(jnp.float32))

@@ -198,11 +198,12 @@ __device__ __forceinline__ void carry_state(const Params& p, const Item& item, u
     write_state(state, row, l.t, final, p.flags);
 }
 
+__device__ __forceinline__ void make_forward_barriers(u32 shared) {
+  make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
+}
 template <bool KEEPS, class Params>
 __device__ __forceinline__ void walk_forward(const Params& p, u32 shared) {
-  make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
   const int warp = uniform(thread_index() >> 5);
-  wait_for_inputs();
   if (warp < STATE_WARPS) {
     set_role_registers<STATE_REGISTERS>();
     const Item x = find_item(p);

@@ -11,5 +11,8 @@ KDA_SHARED_BYTES(sizeof(ForwardMemory<false>));
 
 KDA_KERNEL(THREADS, 1) walk_records(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
-  walk_forward<false>(p, shared_address(memory));
+  const u32 shared = shared_address(memory);
+  make_forward_barriers(shared);
+  wait_for_inputs();
+  walk_forward<false>(p, shared);
 }

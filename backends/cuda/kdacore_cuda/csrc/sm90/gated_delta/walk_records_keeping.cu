@@ -8,5 +8,8 @@ KDA_SHARED_BYTES(sizeof(ForwardMemory<true>));
 
 KDA_KERNEL(THREADS, 1) walk_records_keeping(KDA_PARAM GatedDeltaBackwardParams p) {
   KDA_SHARED(memory);
-  walk_forward<true>(p, shared_address(memory));
+  const u32 shared = shared_address(memory);
+  make_forward_barriers(shared);
+  wait_for_inputs();
+  walk_forward<true>(p, shared);
 }

@@ -87,7 +87,7 @@ __device__ __forceinline__ float multiply_states(u32 left, u32 right, int part, 
 // The two warps that finish gates and betas; the second one ends a gate.
 __device__ __forceinline__ void finish_gates(const GatedDeltaBackwardParams& p, u32 shared, int warp) {
   const Lane l = make_lane(warp);
-  Position at = make_position(shared);
+  Position at = {shared};
   each_unit(
       p, at,
       [&](const KeyUnit& u, int hv, bool, bool is_last) {
@@ -98,37 +98,35 @@ __device__ __forceinline__ void finish_gates(const GatedDeltaBackwardParams& p, 
         Lane rows = l;
 #pragma unroll 1
         for (; rows.block < SIDE_WARPS; rows.block += GATE_WARPS)
-          store_beta_gradients(p, u, hv, at.heads.stage(), at.head_scalars(), rows);
+          store_beta_gradients(p, u, hv, at.heads().stage(), at.head_scalars(), rows);
         if (is_last) {
           // Not before all have arrived for the unit before.
-          barrier_wait(at.pairs.empty(), at.pairs.parity ^ 1);
-          warp_arrive(at.pairs.empty(), l.lane);
-          at.pairs.next();
+          barrier_wait(at.pairs().empty(), at.pairs().parity ^ 1);
+          warp_arrive(at.pairs().empty(), l.lane);
         } else {
-          release(at.heads, l);
+          warp_arrive(at.heads().empty(), l.lane);
         }
-        at.states.wait_full();
-        at.state_grads.wait_full();
-        const float of_states = multiply_states(at.states.stage(), at.state_grads.stage(), warp, l);
-        release(at.states, l);
-        release(at.state_grads, l);
+        at.states().wait_full();
+        at.state_grads().wait_full();
+        const float of_states = multiply_states(at.states().stage(), at.state_grads().stage(), warp, l);
+        warp_arrive(at.states().empty(), l.lane);
+        warp_arrive(at.state_grads().empty(), l.lane);
         if (warp == 0) {
-          at.sums.wait_empty();
+          at.sums().wait_empty();
           if (l.lane == 0)
             store_shared(shared + OFFSET(SharedMemory, sums.of_states), __float_as_uint(of_states));
-          warp_arrive(at.sums.full(), l.lane);
+          warp_arrive(at.sums().full(), l.lane);
         } else {
           float d[2];
-          at.sums.wait_full();
+          at.sums().wait_full();
           const float other = load_shared1(shared + OFFSET(SharedMemory, sums.of_states));
           sum_decay_gradients(d, shared + OFFSET(SharedMemory, sums), last * (other + of_states), l.lane);
-          warp_arrive(at.sums.empty(), l.lane);
+          warp_arrive(at.sums().empty(), l.lane);
           store_gate_gradient(p, u, hv, inputs, d, l.lane);
         }
-        at.sums.next();
       },
       [&](const KeyUnit&) {
-        release(at.heads, l);
-        release(at.keys, l);
+        warp_arrive(at.heads().empty(), l.lane);
+        warp_arrive(at.keys().empty(), l.lane);
       });
 }

@@ -16,7 +16,7 @@ __device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_byt
     const int row = first + part;
     const u32 at = to + swizzled(row, piece & 7);
     u64 from = base + row * row_bytes + 16 * piece;
-#pragma unroll 4
+#pragma unroll 2
     for (int n = 0; n < C; n += AT_ONCE) {
       copy_async16(at + n * IMAGE_ROW, reinterpret_cast<const void*>(from), n < rows - row);
       from += AT_ONCE * row_bytes;
@@ -32,26 +32,26 @@ __device__ __forceinline__ void fetch_bulk(u32 to, u64 from, u32 bytes, u32 bar)
 // The tiles of a value head; of its key head too if it is the unit's first.
 __device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, const KeyUnit& x, int hv,
                                           bool is_first, Position& at, int thread) {
-  at.heads.wait_empty();
-  if (is_first) at.keys.wait_empty();
+  at.heads().wait_empty();
+  if (is_first) at.keys().wait_empty();
   const long long unit = x.slot * p.HV + hv;
-  const u32 stage = at.heads.stage();
+  const u32 stage = at.heads().stage();
   if (thread == 0) {
     const u64 record = record_at(p, x.slot, hv);
-    if (is_first) store_unit(at.shared, at.keys.slot, x);
-    barrier_expect(at.heads.full(), TILE_BYTES + sizeof(HeadScalars) + (is_first ? sizeof(KeyScalars) : 0));
-    fetch_bulk(stage + OFFSET(HeadStage, u), u_at(p, unit), TILE_BYTES, at.heads.full());
-    fetch_bulk(at.shared + OFFSET(SharedMemory, head) + at.heads.slot * (u32)sizeof(HeadScalars),
-               record + OFFSET(ChunkRecord, head), sizeof(HeadScalars), at.heads.full());
+    if (is_first) store_unit(at.shared, (at.unit & 1), x);
+    barrier_expect(at.heads().full(), TILE_BYTES + sizeof(HeadScalars) + (is_first ? sizeof(KeyScalars) : 0));
+    fetch_bulk(stage + OFFSET(HeadStage, u), u_at(p, unit), TILE_BYTES, at.heads().full());
+    fetch_bulk(at.shared + OFFSET(SharedMemory, head) + (at.head & 1) * (u32)sizeof(HeadScalars),
+               record + OFFSET(ChunkRecord, head), sizeof(HeadScalars), at.heads().full());
     if (is_first)
-      fetch_bulk(at.shared + OFFSET(SharedMemory, key) + at.keys.slot * (u32)sizeof(KeyScalars),
-                 record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), at.heads.full());
+      fetch_bulk(at.shared + OFFSET(SharedMemory, key) + (at.unit & 1) * (u32)sizeof(KeyScalars),
+                 record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), at.heads().full());
   }
   const long long token_bytes = 2ll * p.HV * V, from = (x.batch * p.T + x.first) * token_bytes + 2ll * V * hv;
   fetch_rows(stage + OFFSET(HeadStage, own[QUERIES]), p.d_o + from, token_bytes, x.rows, thread);
   fetch_rows(stage + OFFSET(HeadStage, own[KEYS]), p.dv + from, token_bytes, x.rows, thread);
   if (is_first) {
-    const u32 tiles = at.keys.stage();
+    const u32 tiles = at.keys().stage();
     fetch_rows(tiles + OFFSET(KeyTiles, own[QUERIES]),
                p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh), 2 * p.q_st, x.rows, thread);
     fetch_rows(tiles + OFFSET(KeyTiles, own[KEYS]),
@@ -60,23 +60,21 @@ __device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, con
   copy_async_commit();
   copy_async_wait<0>();  // two stages: the next one is not empty before this one is in use
   fence_async_proxy();   // products read what has come by ordinary copies
-  warp_arrive(at.heads.full(), thread & 31);
+  warp_arrive(at.heads().full(), thread & 31);
   if (thread == 0) {
-    at.states.wait_empty();
-    barrier_expect(at.states.full(), STATE_BYTES);
-    fetch_bulk(at.states.stage(), state_image_at(p.states, unit), STATE_BYTES, at.states.full());
-    at.state_grads.wait_empty();
-    barrier_expect(at.state_grads.full(), STATE_BYTES);
-    fetch_bulk(at.state_grads.stage(), state_image_at(p.state_grads, unit), STATE_BYTES,
-               at.state_grads.full());
+    at.states().wait_empty();
+    barrier_expect(at.states().full(), STATE_BYTES);
+    fetch_bulk(at.states().stage(), state_image_at(p.states, unit), STATE_BYTES, at.states().full());
+    at.state_grads().wait_empty();
+    barrier_expect(at.state_grads().full(), STATE_BYTES);
+    fetch_bulk(at.state_grads().stage(), state_image_at(p.state_grads, unit), STATE_BYTES,
+               at.state_grads().full());
   }
-  at.states.next();
-  at.state_grads.next();
   sync_warp();
 }
 
 __device__ __forceinline__ void load_units(const GatedDeltaBackwardParams& p, u32 shared, int thread) {
-  Position at = make_position(shared);
+  Position at = {shared};
   const int group = divide(p.HV, p.h_factor, p.h_shift), lane = thread & 31;
 #pragma unroll 1
   for (long long index = block_index(); index < p.units; index += grid_blocks()) {
@@ -85,18 +83,18 @@ __device__ __forceinline__ void load_units(const GatedDeltaBackwardParams& p, u3
 #pragma unroll 1
     for (int i = 0; i < group; ++i) {
       load_head(p, x, x.h * group + i, i == 0, at, thread);
-      at.heads.next();
+      ++at.head;
     }
-    at.keys.next();
+    ++at.unit;
   }
   // No unit is left.
-  at.heads.wait_empty();
-  at.keys.wait_empty();
+  at.heads().wait_empty();
+  at.keys().wait_empty();
   if (thread == 0) {
-    store_unit(shared, at.keys.slot, {});
-    barrier_arrive(at.heads.full());
+    store_unit(shared, (at.unit & 1), {});
+    barrier_arrive(at.heads().full());
   }
-  warp_arrive(at.heads.full(), lane);
+  warp_arrive(at.heads().full(), lane);
 }
 
 // Zeros for gradients of rows beyond a pack's last offset.

@@ -92,28 +92,29 @@ __device__ __forceinline__ void sum_crossings(float (&tokens)[4 * C_TILES], cons
 
 // Sums over the eight lanes that share columns, of 16 numbers each; of all 64 columns a lane is left with 2 lane and
 // 2 lane + 1, in x[0] and x[1].
-__device__ __forceinline__ void add_over_columns(float (&x)[4 * C_TILES], const Lane& l) {
+template <int KEPT>
+__device__ __forceinline__ void halve_columns(float (&x)[4 * C_TILES], const Lane& l) {
+  const bool upper = l.lane & 2 * KEPT;
 #pragma unroll
-  for (int n = 8, mask = 16; n > 1; n >>= 1, mask >>= 1) {
-    const bool upper = l.lane & mask;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float given = upper ? x[i] : x[i + n], own = upper ? x[i + n] : x[i];
-      x[i] = own + shuffle_xor(given, mask);
-    }
+  for (int i = 0; i < KEPT; ++i) {
+    const float given = upper ? x[i] : x[i + KEPT], own = upper ? x[i + KEPT] : x[i];
+    x[i] = own + shuffle_xor(given, 2 * KEPT);
   }
 }
+__device__ __forceinline__ void add_over_columns(float (&x)[4 * C_TILES], const Lane& l) {
+  halve_columns<8>(x, l), halve_columns<4>(x, l), halve_columns<2>(x, l);
+}
 
-// From warp to warp in turn, so that sums have the same order in every run: of all tokens to `to`.
+// From warp to warp of a side in turn, so that sums have the same order in every run: of all tokens to `to`.
 __device__ __forceinline__ void add_over_warps(int side, u32 to, float x, float y, const Lane& l) {
-#pragma unroll 1
-  for (int w = 0; w < SIDE_WARPS; ++w) {
-    if (w == l.block) {
-      const float2 before = w ? load_shared2(to + 8 * l.lane) : float2{0.0f, 0.0f};
-      store_shared(to + 8 * l.lane, before.x + x, before.y + y);
-    }
-    sync_side(side);
+  const int first_meeting = SIDES + (SIDE_WARPS - 1) * side;  // of warps 0 and 1
+  if (l.block) {
+    sync_pair(1 + first_meeting + l.block - 1);
+    const float2 before = load_shared2(to + 8 * l.lane);
+    x += before.x, y += before.y;
   }
+  store_shared(to + 8 * l.lane, x, y);
+  if (l.block < SIDE_WARPS - 1) sync_pair(1 + first_meeting + l.block);
 }
 
 // The pairs of all value heads, times factors of their rows and columns, as an image for the last products.

@@ -105,33 +105,22 @@ __device__ __forceinline__ Lane make_lane(int warp) {
 
 // The warps of a side meet.
 __device__ __forceinline__ void sync_side(int side) { sync_threads(1 + side, 32 * SIDE_WARPS); }
-// This warp has read what the ring is at.
-template <class AnyRing>
-__device__ __forceinline__ void release(AnyRing& ring, const Lane& l) {
-  warp_arrive(ring.empty(), l.lane);
-  ring.next();
-}
-
-// Where a warp is.
+// Where a warp is: how many value heads and units of its block are behind it.
 struct Position {
-  u32 shared;
-  HeadRing heads;
-  KeyRing keys;
-  StateRing states;
-  StateGradRing state_grads;
-  SumsRing sums;
-  PairsRing pairs;
-  __device__ __forceinline__ u32 tile(u32 offset) const { return heads.stage() + offset; }
+  u32 shared, head = 0, unit = 0;
+  __device__ __forceinline__ HeadRing heads() const { return {shared, head & 1, head >> 1 & 1}; }
+  __device__ __forceinline__ KeyRing keys() const { return {shared, unit & 1, unit >> 1 & 1}; }
+  __device__ __forceinline__ StateRing states() const { return {shared, 0, head & 1}; }
+  __device__ __forceinline__ StateGradRing state_grads() const { return {shared, 0, head & 1}; }
+  __device__ __forceinline__ SumsRing sums() const { return {shared, 0, head & 1}; }
+  __device__ __forceinline__ PairsRing pairs() const { return {shared, 0, unit & 1}; }
   __device__ __forceinline__ u32 head_scalars() const {
-    return shared + OFFSET(SharedMemory, head) + heads.slot * (u32)sizeof(HeadScalars);
+    return shared + OFFSET(SharedMemory, head) + (head & 1) * (u32)sizeof(HeadScalars);
   }
   __device__ __forceinline__ u32 key_scalars() const {
-    return shared + OFFSET(SharedMemory, key) + keys.slot * (u32)sizeof(KeyScalars);
+    return shared + OFFSET(SharedMemory, key) + (unit & 1) * (u32)sizeof(KeyScalars);
   }
 };
-__device__ __forceinline__ Position make_position(u32 shared) {
-  return {shared, {shared}, {shared}, {shared}, {shared}, {shared}, {shared}};
-}
 // Calls head(unit, value head, whether it is the first, whether it is the last) and unit(unit) for all of the block's.
 template <class Head, class End>
 __device__ __forceinline__ void each_unit(const GatedDeltaBackwardParams& p, Position& at, Head head,
@@ -139,14 +128,18 @@ __device__ __forceinline__ void each_unit(const GatedDeltaBackwardParams& p, Pos
   const int group = divide(p.HV, p.h_factor, p.h_shift);
 #pragma unroll 1
   for (;;) {
-    at.heads.wait_full();
-    const KeyUnit u = load_unit(at.shared, at.keys.slot);
+    at.heads().wait_full();
+    const KeyUnit u = load_unit(at.shared, at.unit & 1);
     if (!u.rows) break;
 #pragma unroll 1
-    for (int i = 0; i < group; ++i) {
-      if (i) at.heads.wait_full();
+    for (int i = 0;;) {
       head(u, u.h * group + i, i == 0, i == group - 1);
+      if (++i == group) break;
+      ++at.head;
+      at.heads().wait_full();
     }
     end(u);
+    ++at.head;
+    ++at.unit;
   }
 }

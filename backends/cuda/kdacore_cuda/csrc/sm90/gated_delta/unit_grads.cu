@@ -27,9 +27,10 @@ KDA_SHARED_BYTES(sizeof(SharedMemory));
 
 // The last products of a unit: dq += X k, or dk += X^T q - (Y + Y^T) k; X and Y are the pairs of QUERIES and KEYS.
 __device__ __forceinline__ void add_all_pairs(RowSums& d, const Position& at, int side, const Lane& l) {
-  const u32 x = at.tile(OFFSET(HeadStage, own[QUERIES])), y = at.tile(OFFSET(HeadStage, own[KEYS]));
-  const u32 q = at.keys.stage() + OFFSET(KeyTiles, own[QUERIES]),
-            k = at.keys.stage() + OFFSET(KeyTiles, own[KEYS]);
+  const u32 x = (at.heads().stage() + OFFSET(HeadStage, own[QUERIES])),
+            y = (at.heads().stage() + OFFSET(HeadStage, own[KEYS]));
+  const u32 q = at.keys().stage() + OFFSET(KeyTiles, own[QUERIES]),
+            k = at.keys().stage() + OFFSET(KeyTiles, own[KEYS]);
 #pragma unroll 1
   for (int n = 0; n <= side; ++n) {
     TokenOperand a;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void add_all_pairs(RowSums& d, const Position& at, in
 __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 shared, int side,
                                         const Lane& l) {
   const float sign = side == QUERIES ? 1.0f : -1.0f;
-  Position at = make_position(shared);
+  Position at = {shared};
   KeyPairs key_pairs;
   PairSums all;  // pairs of the unit's value heads, but for the sign
   RowSums d;     // dq or dk
@@ -60,14 +61,15 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
   each_unit(
       p, at,
       [&](const KeyUnit&, int, bool is_first, bool is_last) {
-        const u32 own = at.keys.stage() + OFFSET(KeyTiles, own) + side * TILE_BYTES,
-                  scalars = at.head_scalars(), operand = at.tile(OFFSET(HeadStage, own)) + side * TILE_BYTES,
-                  of_u = at.tile(OFFSET(HeadStage, u));
+        const u32 own = at.keys().stage() + OFFSET(KeyTiles, own) + side * TILE_BYTES,
+                  scalars = at.head_scalars(),
+                  operand = (at.heads().stage() + OFFSET(HeadStage, own)) + side * TILE_BYTES,
+                  of_u = (at.heads().stage() + OFFSET(HeadStage, u));
         if (is_first) {
           const u32 norms = at.key_scalars() + OFFSET(KeyScalars, k_norm),
                     factors = side == QUERIES ? at.key_scalars() + OFFSET(KeyScalars, q_factor) : norms;
           factor[0] = load_shared1(factors + 4 * l.row(0)), factor[1] = load_shared1(factors + 4 * l.row(1));
-          multiply_rows(all, own, at.keys.stage() + OFFSET(KeyTiles, own[KEYS]));
+          multiply_rows(all, own, at.keys().stage() + OFFSET(KeyTiles, own[KEYS]));
           pack_key_pairs(key_pairs, all, factor, norms, l);
           clear(all);
           clear(d);
@@ -86,13 +88,13 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
             for (int i = 0; i < 2; ++i)
               by[i] = factor[i] * (n ? beta[i] * exp2_fast(end - sum[i]) : sign * exp2_fast(sum[i]));
             if (n) {
-              at.state_grads.wait_full();
-              multiply_state(x, of_u, at.state_grads.stage());
-              release(at.state_grads, l);
+              at.state_grads().wait_full();
+              multiply_state(x, of_u, at.state_grads().stage());
+              warp_arrive(at.state_grads().empty(), l.lane);
             } else {
-              at.states.wait_full();
-              multiply_state(x, operand, at.states.stage());
-              release(at.states, l);
+              at.states().wait_full();
+              multiply_state(x, operand, at.states().stage());
+              warp_arrive(at.states().empty(), l.lane);
             }
             add_scaled(d, dot, x, by, own, l);
             add_over_row(dot);
@@ -107,7 +109,7 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
           PairSums x;
           multiply_rows(x, operand, of_u);
           weigh_pairs(all, weighed, x, key_pairs, scalars, side == QUERIES, l);
-          if (!is_last) release(at.heads, l);
+          if (!is_last) warp_arrive(at.heads().empty(), l.lane);
         }
         float tokens[4 * C_TILES];
         // Pairs have the other sign with KEYS.
@@ -115,21 +117,19 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
                     to[2] = {sign * after[0], sign * after[1]};
         sum_crossings(tokens, weighed, from, to, l);
         add_over_columns(tokens, l);
-        at.sums.wait_empty();
+        at.sums().wait_empty();
         add_over_warps(side, shared + OFFSET(SharedMemory, sums.tokens) + 4 * C * side, sign * tokens[0],
                        sign * tokens[1], l);
-        warp_arrive(at.sums.full(), l.lane);
-        at.sums.next();
+        warp_arrive(at.sums().full(), l.lane);
       },
       [&](const KeyUnit& u) {
-        const u32 own = at.keys.stage() + OFFSET(KeyTiles, own) + side * TILE_BYTES,
-                  operand = at.tile(OFFSET(HeadStage, own)) + side * TILE_BYTES;
-        warp_arrive(at.pairs.empty(), l.lane);
-        barrier_wait(at.pairs.empty(), at.pairs.parity);
+        const u32 own = at.keys().stage() + OFFSET(KeyTiles, own) + side * TILE_BYTES,
+                  operand = (at.heads().stage() + OFFSET(HeadStage, own)) + side * TILE_BYTES;
+        warp_arrive(at.pairs().empty(), l.lane);
+        barrier_wait(at.pairs().empty(), at.pairs().parity);
         store_pairs(operand, all, factor, at.key_scalars() + OFFSET(KeyScalars, k_norm), l);
-        warp_arrive(at.pairs.full(), l.lane);
-        at.pairs.wait_full();
-        at.pairs.next();
+        warp_arrive(at.pairs().full(), l.lane);
+        at.pairs().wait_full();
         add_all_pairs(d, at, side, l);
         if (p.flags & FLAG_L2NORM) {
           const float by = side == KEYS      ? 1.0f
@@ -138,15 +138,15 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
                       norm[2] = {by * factor[0], by * factor[1]};
           pass_norm(d, norm, own, l);
         }
-        const u32 staging = side == QUERIES ? at.tile(OFFSET(HeadStage, u)) : operand;
+        const u32 staging = side == QUERIES ? (at.heads().stage() + OFFSET(HeadStage, u)) : operand;
         const long long row_bytes = 2ll * p.H * K;
         sync_side(side);  // KEYS has read the pairs in whose place dk is staged
         store_rows(d, staging,
                    (side == QUERIES ? p.dq : p.dk) + (u.batch * p.T + u.first) * row_bytes + 2ll * u.h * K,
                    row_bytes, u.rows, l);
         fence_async_proxy();  // a bulk copy overwrites what has been staged
-        release(at.heads, l);
-        release(at.keys, l);
+        warp_arrive(at.heads().empty(), l.lane);
+        warp_arrive(at.keys().empty(), l.lane);
       });
 }
 

@@ -54,7 +54,7 @@ def test_serves(op: str) -> None:
         ({"device": Device("cuda", 0, "sm_75")}, "hardware"),
         ({"device": Device("cuda", 0, "")}, "hardware"),
         ({"K": 60, "V": 60}, "head_dim"),
-        ({"K": 128, "V": 64}, "head_dim"),
+        ({"K": 192, "V": 192}, "head_dim"),
         ({"dtype": "float32"}, "dtype"),
         ({"state_dtype": "float64"}, "state_dtype"),
         ({"N": 2**29, "HV": 2}, "too_large"),
@@ -109,7 +109,7 @@ def test_gradients_are_served_where_there_is_a_backward() -> None:
     "changes",
     [
         {"device": Device("cuda", 0, "sm_100")},
-        {"K": 64, "V": 64},
+        {"device": Device("cuda", 0, "sm_80")},
     ],
 )
 def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
     ("changes", "code"),
     [
         ({"device": Device("cuda", 0, "sm_100")}, "device"),
-        ({"K": 64, "V": 64}, "head_dim"),
+        ({"K": 32, "V": 64}, "head_dim"),
         ({"dtype": "float16"}, "dtype"),
     ],
 )

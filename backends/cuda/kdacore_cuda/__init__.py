@@ -83,7 +83,7 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
 
 _COMMON = (
     *_verifiers("known_sizes", "xla_version"),
-    *_verifiers("architecture", "compiler", "head_dims", "gate_dtypes", "state_dtype", "grid_size"),
+    *_verifiers("architecture", "compiler", "gate_dtypes", "state_dtype", "grid_size"),
 )
 _STAGE = (
     *_verifiers("xla_version"),
@@ -104,7 +104,10 @@ def make_backend() -> Backend:
         forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.forward", "forward")),
         backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.backward", "backward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
-        verifiers=(*_COMMON, *_verifiers("chunk_forward_dtype", "sequence_length", "gradients")),
+        verifiers=(
+            *_COMMON,
+            *_verifiers("chunk_head_dims", "chunk_forward_dtype", "sequence_length", "gradients"),
+        ),
         fast_path=_lazy("forms.chunk_forward", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
@@ -117,7 +120,7 @@ def make_backend() -> Backend:
         serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
         verifiers=(
             *_COMMON,
-            *_verifiers("hopper", "head_dim_128", "chunk_forward_dtype", "sequence_length"),
+            *_verifiers("hopper", "chunk_head_dims", "chunk_forward_dtype", "sequence_length"),
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
@@ -125,7 +128,7 @@ def make_backend() -> Backend:
     recurrent = _op(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
-        verifiers=(*_COMMON, *_verifiers("recurrent_dtype")),
+        verifiers=(*_COMMON, *_verifiers("head_dims", "recurrent_dtype")),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"

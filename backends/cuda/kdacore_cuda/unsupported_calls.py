@@ -13,8 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kdacore import verifiers as common
+from kdacore.ops import POOL_FEATURES
 from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
+from kdacore_cuda.fitted_head_dims import is_fitted
 
 STATE_DTYPES = ("float32", "bfloat16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -122,17 +124,11 @@ def grid_size(request: Request) -> Reason | None:
 
 @common.reads_no_lengths
 def gradients(request: Request) -> Reason | None:
-    """The backward exists for Hopper and K = V = 128."""
-    if not request.needs_grad:
+    """The backward exists for Hopper."""
+    arch = request.device.arch
+    if not request.needs_grad or arch == "sm_90":
         return None
-    arch, K = request.device.arch, request.K
-    if arch != "sm_90":
-        return Reason("gradients", "has a backward for Hopper only", arch, "sm_90, or no gradients")
-    if K != 128:
-        return Reason(
-            "gradients", "has a backward for one head dim", f"K={K}", "K = V = 128, or no gradients"
-        )
-    return None
+    return Reason("gradients", "has a backward for Hopper only", arch, "sm_90, or no gradients")
 
 
 @common.reads_no_lengths
@@ -142,8 +138,22 @@ def hopper(request: Request) -> Reason | None:
     return None if arch == "sm_90" else Reason("device", "has this op for Hopper only", arch, "sm_90")
 
 
-head_dim_128 = common.head_dims((128,), equal=True)
-"""Those of the gated delta rule are compiled for one head dim."""
+_IN_PLACE = POOL_FEATURES | {"checkpoint_offsets"}
+
+
+@common.reads_no_lengths
+def chunk_head_dims(request: Request) -> Reason | None:
+    """Head dims from 64 are filled up to the kernels' 128 and wider values are split, which pools of states and
+    checkpoints at offsets, as they lie in memory, cannot be. Of smaller ones too much would be zeros."""
+    if not is_fitted(request):
+        return None
+    got = f"K={request.K}, V={request.V}"
+    if not (64 <= request.K <= 128 and request.V >= 64):
+        return Reason("head_dim", "has kernels for other head dims", got, "K 64 to 128, V 64 or more")
+    if request.features & _IN_PLACE:
+        return Reason("head_dim", "has kernels for pools of other states", got, "K = V = 128, or no pool")
+    return None
+
 
 STAGE_DTYPES = ("bfloat16", "float16")
 STAGE_CHUNK = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kdacore.types import Request
 from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
+from kdacore_cuda.fitted_head_dims import blocks_of, fitted_request, is_fitted
 from kdacore_cuda.forms.choice_on_device import figures_of
 from kdacore_cuda.forms.segments.segment_lengths import (
     backward_segment_chunks,
@@ -28,6 +29,9 @@ def assumed_figures(r: Request) -> Figures:
 def form(request: Request) -> str:
     """The form that serves a request, and the numbers that decided, in words: see
     :attr:`kdacore.types.OpImpl.form`."""
+    if is_fitted(request):
+        blocks = blocks_of(request)
+        return f"{f'{blocks} value heads' if blocks > 1 else 'a head'} of 128 for each, {form(fitted_request(request))}"
     r, device, assumed = _planned(request)
     return _text(r, device, choose(r, device)) + assumed
 

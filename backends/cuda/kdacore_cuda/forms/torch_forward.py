@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kdacore.types import FastCall, Outputs, Request
+from kdacore_cuda.fitted_head_dims import is_fitted
 from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import contiguous_token_strides, strides_behind
@@ -59,8 +60,11 @@ class TorchOp:
         return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
-        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied. It
-        returns None, having launched nothing, where arrays lie off 16 bytes or another device is current."""
+        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied, or no
+        kernel has the head dims. It returns None, having launched nothing, where arrays lie off 16 bytes or another
+        device is current."""
+        if is_fitted(request):
+            return None
         given, layout = readable(self, request, inputs)
         return self._call(request, layout) if given is inputs else None
 

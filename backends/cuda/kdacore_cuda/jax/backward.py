@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kdacore.arrays.jax_meshes import summed_like
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms.backward.launches import launches_of
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
 from kdacore_cuda.forms.gated_delta import backward_launches as gated_delta
@@ -21,6 +22,7 @@ from kdacore_cuda.jax.partitioning import run_partitioned
 from kdacore_cuda.kernel_parameters import SUM_SCALE
 
 
+@fitted_head_dims.backward
 def backward(request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads) -> InputGrads:
     """Gradients of ``chunk_kda`` or ``chunk_gated_delta_rule`` with respect to every differentiable input, on traced
     arrays.

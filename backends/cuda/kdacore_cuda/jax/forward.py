@@ -14,6 +14,7 @@ from kdacore.types import (
     RecurrentInputs,
     Request,
 )
+from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms import chunk_launches
 from kdacore_cuda.forms.gated_delta import launches as gated_delta_launches
 from kdacore_cuda.forms.launches import Launches
@@ -24,6 +25,7 @@ from kdacore_cuda.jax.launch import Form, given_arrays, make_launches
 from kdacore_cuda.jax.partitioning import run_partitioned
 
 
+@fitted_head_dims.forward
 def forward(request: Request, inputs: ChunkInputs | RecurrentInputs) -> Outputs:
     """Whole ops, chunked or recurrent, on traced arrays of CUDA devices.
 

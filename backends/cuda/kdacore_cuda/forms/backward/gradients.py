@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdacore.types import Request
+from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms.backward.launches import launches_of
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
@@ -28,4 +29,5 @@ def saved_kind(r: Request) -> str:
 
 
 CHUNK_GRADIENTS = TorchGradients(CHUNK, launches_of, saved_kind)
-backward, make_fast_gradients = CHUNK_GRADIENTS.backward, CHUNK_GRADIENTS.make_fast_gradients
+backward = fitted_head_dims.backward(CHUNK_GRADIENTS.backward)
+make_fast_gradients = CHUNK_GRADIENTS.make_fast_gradients

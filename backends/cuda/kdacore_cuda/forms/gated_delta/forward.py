@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdacore.types import ChunkInputs
+from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms.gated_delta.launches import launches_of
 from kdacore_cuda.forms.launches import FORWARD_ARGUMENTS
 from kdacore_cuda.forms.torch_forward import TorchOp
@@ -14,4 +15,4 @@ GATED_DELTA = TorchOp(
     takes_rows=lambda request: True,
     takes_float16_gate=True,
 )
-forward, make_fast_call = GATED_DELTA.forward, GATED_DELTA.make_fast_call
+forward, make_fast_call = fitted_head_dims.forward(GATED_DELTA.forward), GATED_DELTA.make_fast_call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdacore.types import InputGrads, Request
+from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.gated_delta.backward_launches import launches_of
 from kdacore_cuda.forms.gated_delta.forward import GATED_DELTA
@@ -15,4 +16,5 @@ def _in_one_group(r: Request, wanted: InputGrads, saved: str) -> tuple[None, Lau
 
 
 GATED_DELTA_GRADIENTS = TorchGradients(GATED_DELTA, _in_one_group, lambda r: chosen(r).saves)
-backward, make_fast_gradients = GATED_DELTA_GRADIENTS.backward, GATED_DELTA_GRADIENTS.make_fast_gradients
+backward = fitted_head_dims.backward(GATED_DELTA_GRADIENTS.backward)
+make_fast_gradients = GATED_DELTA_GRADIENTS.make_fast_gradients

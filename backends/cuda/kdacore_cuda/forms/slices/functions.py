@@ -34,7 +34,7 @@ KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
 def slice_functions(request: Request) -> SliceFunctions | None:
     """The functions that serve a slice of ``chunk_kda`` by kernels for slices: on Hopper with
     K = V = 128, for any number of heads. None elsewhere: such a slice is composed of whole calls."""
-    if not has_hopper_kernel(request.K, arch_of(request)):
+    if request.V != request.K or not has_hopper_kernel(request.K, arch_of(request)):
         return None
     functions = _OF_JAX if request.kind == "jax" else _OF_TORCH
     if request.op != "chunk_kda":

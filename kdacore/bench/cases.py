@@ -293,6 +293,33 @@ _H200_GATED_DELTA_TRAINING = (
     _decay_given("B1 T8192 H16 HV64", 16, 64, phase="training"),
 )
 
+_H200_HEAD_DIMS = (
+    Case(
+        name="KDA K128 V256 training",
+        phase="training",
+        H=16,
+        V=256,
+        gate="softplus",
+        goals={"cuda": Goal(1.35e-3, 1.15e-3)},
+    ),
+    Case(
+        name="KDA K64 V64 training",
+        phase="training",
+        H=32,
+        K=64,
+        V=64,
+        gate="softplus",
+        goals={"cuda": Goal(1.2e-3, 0.9e-3)},
+    ),
+    _gated_delta("GDN K64 V64 training", 32, 32, 0.9, 0.7, phase="training", K=64, V=64),
+    Case(name="KDA K96 V192 training", phase="training", H=16, K=96, V=192, gate="softplus"),
+    _gated_delta("GDN K64 V64", 32, 32, K=64, V=64),
+    _gated_delta("GDN K128 V256", 16, 16, V=256),
+    _gated_delta("GDN K128 V256 training", 16, 16, phase="training", V=256),
+    _gated_delta("GDN K96 V192 training", 16, 16, phase="training", K=96, V=192),
+)
+"""Head dims that no hand-written kernel has, one sequence of 8,192 tokens."""
+
 
 def _choice() -> Iterator[Case]:
     """The calls of :mod:`kdacore.bench.choice_shapes`."""
@@ -336,6 +363,7 @@ PRESETS: dict[str, tuple[Case, ...]] = {
     "h200-heads": _H200_HEADS,
     "h200-gdn": _H200_GATED_DELTA,
     "h200-gdn-training": _H200_GATED_DELTA_TRAINING,
+    "h200-head-dims": _H200_HEAD_DIMS,
     "h200-decode": _H200_DECODE,
     "h200-decode-graph": _H200_DECODE_GRAPH,
     "h200-host": _H200_HOST,

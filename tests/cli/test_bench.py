@@ -46,6 +46,7 @@ GPU_CASES = [
         "h200-training",
         "h200-gdn",
         "h200-gdn-training",
+        "h200-head-dims",
         "h200-decode",
         "h200-host",
     )

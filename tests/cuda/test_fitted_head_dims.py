@@ -146,6 +146,8 @@ def test_the_call_that_is_made_instead(emulated: list[str]) -> None:
 
 
 def test_reasons() -> None:
+    assert unsupported_calls.chunk_head_dims(requested(GATED_DELTA, 96, 192)) is None
+    assert unsupported_calls.chunk_head_dims(requested(GATED_DELTA, 64, 64)) is not None
     assert unsupported_calls.chunk_head_dims(requested(KDA, 128, 512)) is None
     wide = unsupported_calls.chunk_head_dims(requested(KDA, 192, 192))
     assert wide is not None

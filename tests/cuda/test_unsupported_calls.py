@@ -122,6 +122,7 @@ def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
     [
         ({"device": Device("cuda", 0, "sm_100")}, "device"),
         ({"K": 32, "V": 64}, "head_dim"),
+        ({"K": 64, "V": 64}, "head_dim"),
         ({"dtype": "float16"}, "dtype"),
     ],
 )

@@ -27,7 +27,7 @@ def is_fitted(r: Request) -> bool:
     """Whether a call is served by the kernels of another size."""
     if r.K == r.V == SIZE or r.op not in OPS:
         return False
-    return r.scalar_gate or r.needs_grad or r.K != r.V or r.K not in HEAD_DIMS
+    return r.op == "chunk_gated_delta_rule" or r.needs_grad or r.K != r.V or r.K not in HEAD_DIMS
 
 
 def blocks_of(r: Request) -> int:

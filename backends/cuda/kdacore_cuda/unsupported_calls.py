@@ -16,7 +16,7 @@ from kdacore import verifiers as common
 from kdacore.ops import POOL_FEATURES
 from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
-from kdacore_cuda.fitted_head_dims import is_fitted
+from kdacore_cuda.fitted_head_dims import blocks_of, is_fitted
 
 STATE_DTYPES = ("float32", "bfloat16")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -150,6 +150,10 @@ def chunk_head_dims(request: Request) -> Reason | None:
     got = f"K={request.K}, V={request.V}"
     if not (64 <= request.K <= 128 and request.V >= 64):
         return Reason("head_dim", "has kernels for other head dims", got, "K 64 to 128, V 64 or more")
+    padded = 128 * 128 * blocks_of(request)
+    if request.op == "chunk_gated_delta_rule" and 2 * request.K * request.V < padded:
+        # benchmarks/results/h200/h200-head-dims.json
+        return Reason("head_dim", "would compute with more zeros than numbers", got, "K = V = 96 or more")
     if request.features & _IN_PLACE:
         return Reason("head_dim", "has kernels for pools of other states", got, "K = V = 128, or no pool")
     return None

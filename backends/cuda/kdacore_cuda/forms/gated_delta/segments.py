@@ -14,13 +14,13 @@ from typing import NamedTuple
 from kdacore.types import Request
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.chunk_numbers import CHUNK
+from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
 from kdacore_cuda.forms.gated_delta.kernels import first_segments_kernel, later_segments_kernel
 from kdacore_cuda.forms.launches import arguments_of
-from kdacore_cuda.forms.segments.kernels import chain_kernel
+from kdacore_cuda.forms.segments.kernels import chain_kernel, output_begins_early
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
 from kdacore_cuda.forms.segments.workspace import MAP_BYTES, START_BYTES
-from kdacore_cuda.kernel_parameters import SEGMENTS
+from kdacore_cuda.kernel_parameters import FLAGS, SEGMENTS
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Launch, Value
 
@@ -74,12 +74,14 @@ def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
     slots = r.T // (CHUNK * cut.lengths.first) + r.N if r.packed else r.N * cut.segments
     mapped, later = (slots, slots) if r.packed else (r.N * (cut.segments - 2), r.N * (cut.segments - 1))
     stored = slots * r.HV
+    flags = FLAGS["EARLY_OUTPUT"] * output_begins_early(cut.chain * items, multiprocessors_of(r))
     return cut.lengths.parameters(cut.segments) | {
         "maps_at": buffer.add(stored * MAP_BYTES),
         "addends_at": buffer.add(stored * START_BYTES),
         "starts_at": buffer.add(stored * START_BYTES),
         "first_blocks": 2 * (items + mapped * r.HV),
         "chain_blocks": cut.chain * items,
+        "chain_flags": flags_of(r) | flags,
         "later_blocks": 2 * later * r.HV,
     }
 
@@ -95,7 +97,7 @@ def steps_of(records: Mapping[str, Value], chain: int) -> Iterator[Launch]:
     yield Launch("first", first_segments_kernel(), "first_blocks", {**records, **places})
     if chain:
         # Without an initial state it begins with the addend of the first segment, which ends there.
-        fields: dict[str, Value] = {**arguments_of(SEGMENTS), **places, "h0": NOTHING, "ht": NOTHING}
-        fields |= dict.fromkeys(("mark_offsets", "mark_rows"), NOTHING)
+        fields: dict[str, Value] = {**arguments_of(SEGMENTS), **places, "flags": "chain_flags"}
+        fields |= dict.fromkeys(("h0", "ht", "mark_offsets", "mark_rows"), NOTHING)
         yield Launch("chain", chain_kernel(chain), "chain_blocks", fields)
     yield Launch("later", later_segments_kernel(), "later_blocks", {**records, **places})

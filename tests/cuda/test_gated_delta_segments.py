@@ -285,12 +285,13 @@ def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.
 
 @pytest.mark.parametrize("items", range(1, 23))
 def test_lengths_of_segments(monkeypatch: pytest.MonkeyPatch, items: int) -> None:
-    """No segment is shorter than packs have places for; those of 8192 tokens are walked at once."""
+    """No segment is shorter than packs have places for; those of 8192 tokens are walked at once, those of 2048 without
+    a map."""
     monkeypatch.undo()
     lengths = segments.choose_lengths(items, 132)
     found = [lengths.of(i) for i in range(40)]
     assert lengths.first == min(found)
-    assert lengths.segments(32) == 1
+    assert lengths.segments(32) <= 2
     later = lengths.segments(128) - 1
     assert 2 * items * later <= 132
     assert lengths.segments(sum(found)) == len(found)

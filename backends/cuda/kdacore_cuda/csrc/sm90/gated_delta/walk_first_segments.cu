@@ -34,6 +34,7 @@ KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   else
     make_forward_barriers(shared);
   wait_for_inputs();
+  launch_dependents();  // they wait for this launch as a whole, but for records
   if (warp < STATE_WARPS) {
     const SegmentItem x = maps ? find_mapped(p, block) : find_first(p, block);
     const Lane l = make_lane(warp, x.part);

@@ -123,7 +123,6 @@ __device__ __forceinline__ void carry_map(const GatedDeltaSegmentParams& p, cons
   add_values(b, values, before.stage());
   warpgroup_wait<0>();
   fence_registers(b.s);
-  launch_dependents();  // its latency passes while results are stored
   // No stage is in use any more.
   store_transposed_map(a, p.maps + item.place * MAP_BYTES, item.part, shared + OFFSET(MapStage, k), l);
   write_transposed_pairs(b.s, l, full_state_at(p.addends, item.place));

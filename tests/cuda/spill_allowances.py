@@ -62,6 +62,13 @@ ALLOWED = (
         "two warpgroups leave 232 registers; what is needed once a chunk",
     ),
     Allowance(
+        16,
+        "sm_90a",
+        "sm90/gated_delta/walk_first_segments.cu",
+        {},
+        "two walks in one kernel; what is needed once a walk, and one word once a chunk",
+    ),
+    Allowance(
         128,
         "sm_90a",
         "sm90/chunk_backward/grads.cu",

@@ -85,7 +85,7 @@ FORMS: dict[str, tuple[Request, str]] = {
     ),
     "the gated delta rule": (
         gated_delta(8),
-        "gated_delta: 8 heads",
+        "gated_delta: 8 heads (segments: up to 22 on 132 multiprocessors)",
     ),
     "the gated delta rule, no recomputation": (
         gated_delta(8, disable_recompute=True, needs_grad=True),
@@ -186,6 +186,15 @@ def test_operands_are_saved_behind_that() -> None:
     ):
         assert chosen(dataclasses.replace(call(64, **saving), **change)).form == "fused", change
     assert chosen(call(64, arrays=("out",), **saving)).form == "fused"
+
+
+def test_the_gated_delta_rule_is_cut_with_few_heads() -> None:
+    """By heads, and by sequences times heads, whatever their tokens."""
+    for T in (1, 64, 100_000):
+        assert [chosen(gated_delta(n, T=T)).cut for n in (22, 23)] == [True, False]
+    assert [chosen(gated_delta(2, B=n, N=n)).cut for n in (11, 12)] == [True, False]
+    assert not chosen(gated_delta(1, batch_invariant=True)).cut
+    assert [chosen(gated_delta(n), multiprocessors=66).cut for n in (11, 12)] == [True, False]
 
 
 def test_the_gated_delta_rule_saves_operands_with_any_heads() -> None:
@@ -376,9 +385,16 @@ def test_the_text_of_a_call_on_hardware_that_is_not_here(name: str) -> None:
 def test_the_text_of_the_gated_delta_rule() -> None:
     text = make_backend().ops["chunk_gated_delta_rule"].form
     assert text is not None
-    assert text(gated_delta(8)) == f"gated_delta: 8 heads{ASSUMED}"
+    limit = "(segments: up to 22 on 132 multiprocessors)"
+    assert text(gated_delta(32)) == f"gated_delta: 32 heads {limit}{ASSUMED}"
+    assert text(gated_delta(8)) == f"gated_delta: 8 heads {limit}, 9 segments{ASSUMED}"
+    assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 2 segments{ASSUMED}"
+    pack = gated_delta(8, packed=True, arrays=("cu_seqlens",), T=4096)
+    assert text(pack) == f"gated_delta: 8 heads {limit}, up to 5 segments a sequence{ASSUMED}"
     training = gated_delta(8, needs_grad=True)
-    assert text(training) == f"gated_delta: 8 heads; backward in one chain per head{ASSUMED}"
+    assert (
+        text(training) == f"gated_delta: 8 heads {limit}, 9 segments; backward in one chain per head{ASSUMED}"
+    )
     saving = dataclasses.replace(training, disable_recompute=True)
     assert text(saving) == (
         f"gated_delta: disable_recompute, 8 heads; backward from what the forward saves{ASSUMED}"

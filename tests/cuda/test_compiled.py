@@ -46,7 +46,7 @@ def products(kernel: KernelSource) -> set[str]:
         ),
         WARPGROUP: (
             *("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
-            "walk_records.cu",
+            *("walk_records.cu", "walk_first_segments.cu", "walk_later_segments.cu"),
         ),
     }
     return next(({unit} for unit, names in alone.items() if name in names), {WARP, WARPGROUP})
@@ -88,7 +88,10 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     assert found(code) == products(kernel)
     # walk begins after every block of its call's first launch has waited, and waits for the end of that one.
     # Output loads at once what was there before the launch ahead of it let it begin, maps the call's values.
-    orders = {"walk": waits_last, "output": waits_before_it_writes, "maps": waits_before_it_writes}
+    orders = {
+        "walk": waits_last,
+        **dict.fromkeys(("output", "maps", "walk_later_segments"), waits_before_it_writes),
+    }
     order = orders.get(kernel.entry, waits_first)
     assert order(code)
 

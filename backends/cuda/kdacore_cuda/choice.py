@@ -87,6 +87,8 @@ class Choice(NamedTuple):
     """A backward for which nothing was saved walks segments of a sequence side by side, else one chain per item."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
+    cut: bool = False
+    """The gated delta rule: sequences long enough are cut into segments."""
     own_recompute: bool = False
     """Of the stages: Hopper's own kernel of ``kda_recompute_w_u``."""
 
@@ -98,7 +100,7 @@ def choose(request: Request, device: Figures) -> Choice:
     if request.op in ("kda_chunk_intra", "kda_recompute_w_u"):
         return _choose_stage(request, device)
     if request.op == "chunk_gated_delta_rule":
-        return _choose_gated_delta(request)
+        return _choose_gated_delta(request, device.multiprocessors)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
@@ -128,10 +130,21 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
     return Choice("fused", f"{amount} (segments: up to {most} {on})", choose_clusters(r, device), "", cut)
 
 
-def _choose_gated_delta(r: Request) -> Choice:
+def _choose_gated_delta(r: Request, multiprocessors: int) -> Choice:
     if may_save_operands(r):
         return Choice("gated_delta", f"disable_recompute, {amount_of(r)}", saves="operands")
-    return Choice("gated_delta", amount_of(r))
+    most = most_cut(multiprocessors)
+    why = f"{amount_of(r)} (segments: up to {most} on {multiprocessors} multiprocessors)"
+    return Choice("gated_delta", why, cut=items_for_choice(r) <= most)
+
+
+def most_cut(multiprocessors: int) -> int:
+    """The most items for which long sequences of the gated delta rule are cut into segments: as many as leave room for
+    three later segments of each, with two blocks a segment.
+
+    A first and three later segments of 8192 tokens take 64 chunks one after another, in two walks, instead of 128.
+    """
+    return multiprocessors // 6
 
 
 def amount_of(r: Request) -> str:

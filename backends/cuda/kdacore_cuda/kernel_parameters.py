@@ -238,6 +238,16 @@ more. ``u``, ``states``, ``state_grads``: the workspace, csrc/sm90/gated_delta/b
 and dtype, 0 where there is none. ``dA_part`` and ``dbias_part`` are float32 ``[slots, HV]``, times
 :data:`SUM_SCALE`. ``units``: chunk slots times H."""
 
+GATED_DELTA_MAPS = ParamStruct("GatedDeltaMaps", _fields("ptr", "maps addends starts"))
+CUT = ParamStruct("Cut", _SEGMENTS)
+GATED_DELTA_SEGMENTS = ParamStruct(
+    "GatedDeltaSegmentParams",
+    (*GATED_DELTA_MAPS.fields, *GATED_DELTA.fields, *CUT.fields),
+    (GATED_DELTA_MAPS, GATED_DELTA, CUT),
+)
+"""Parameters of the launches that walk segments: those of the forward, :data:`SEGMENTS`'s ``maps``, ``addends`` and
+``starts``, and how a sequence is cut."""
+
 CHECKPOINT_TAIL = ParamStruct(
     "CheckpointTailParams",
     (
@@ -320,6 +330,10 @@ def generated_headers() -> Mapping[str, str]:
         "gated_delta_backward_params": '#include "generated/gated_delta_params.cuh"\n'
         + GATED_DELTA_GRADIENTS.header()
         + GATED_DELTA_BACKWARD.header(),
+        "gated_delta_segment_params": '#include "generated/gated_delta_params.cuh"\n'
+        + GATED_DELTA_MAPS.header()
+        + CUT.header()
+        + GATED_DELTA_SEGMENTS.header(),
         "walk_params": WALK.header(),
         "checkpoint_tail_params": CHECKPOINT_TAIL.header(),
         "steps": f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"

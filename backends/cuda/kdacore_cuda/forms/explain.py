@@ -7,7 +7,9 @@ from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
 from kdacore_cuda.fitted_head_dims import blocks_of, fitted_request, is_fitted
 from kdacore_cuda.forms.choice_on_device import figures_of
+from kdacore_cuda.forms.gated_delta.segments import choose_lengths as choose_gated_delta_lengths
 from kdacore_cuda.forms.segments.segment_lengths import (
+    SegmentLengths,
     backward_segment_chunks,
     choose_lengths,
     slice_segment_chunks,
@@ -60,8 +62,8 @@ def _planned(request: Request) -> tuple[Request, Figures, str]:
 
 def _text(r: Request, device: Figures, choice: Choice) -> str:
     parts = [f"{choice.form}: {choice.why}"]
-    if choice.form == "segments":
-        count = choose_lengths(r.N * r.HV, device.multiprocessors, r.packed).segments(-(-r.T // CHUNK))
+    if choice.form == "segments" or choice.cut:
+        count = _lengths(r, device.multiprocessors, choice).segments(-(-r.T // CHUNK))
         segments = f"{count} segment{'s' if count != 1 else ''}"
         parts.append(f"up to {segments} a sequence" if r.packed else segments)
     clusters = choice.clusters
@@ -72,6 +74,12 @@ def _text(r: Request, device: Figures, choice: Choice) -> str:
         parts += ["many short sequences"] if clusters.many_short else []
     text = ", ".join(parts)
     return f"{text}; backward {_backward(r, choice)}" if r.op.startswith("chunk_") and r.needs_grad else text
+
+
+def _lengths(r: Request, multiprocessors: int, choice: Choice) -> SegmentLengths:
+    if choice.cut:
+        return choose_gated_delta_lengths(r.N * r.HV, multiprocessors)
+    return choose_lengths(r.N * r.HV, multiprocessors, r.packed)
 
 
 def _backward(r: Request, choice: Choice) -> str:

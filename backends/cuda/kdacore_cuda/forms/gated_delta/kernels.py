@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD, SUMS
+from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD, GATED_DELTA_SEGMENTS, SUMS
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _SOURCES = "sm90/gated_delta"
@@ -28,6 +28,19 @@ def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
     if keeps:
         return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups)
     return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
+
+
+@cache
+def first_segments_kernel() -> Kernel:
+    """The first segment of every sequence and value head, walked from its start, beside the maps of the others: two
+    blocks each."""
+    return make_kernel(f"{_SOURCES}/walk_first_segments", GATED_DELTA_SEGMENTS, WARPGROUPS=1)
+
+
+@cache
+def later_segments_kernel() -> Kernel:
+    """All other segments, walked from their starts: two blocks each."""
+    return make_kernel(f"{_SOURCES}/walk_later_segments", GATED_DELTA_SEGMENTS, WARPGROUPS=1)
 
 
 @cache

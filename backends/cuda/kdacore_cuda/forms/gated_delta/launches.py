@@ -1,5 +1,5 @@
 """The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, then a walk over each sequence and value
-head."""
+head, or what :mod:`kdacore_cuda.forms.gated_delta.segments` puts in its place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
+from kdacore_cuda.forms.gated_delta.segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.workspace import SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA
@@ -23,13 +24,15 @@ from kdacore_cuda.runtime.program import Launch, Program, Value
 def launches_of(r: Request) -> Launches:
     """The launches of a call; bfloat16 q, k and v, K = V = 128. What it saves for the backward is the buffer
     ``saved``."""
-    saves = bool(chosen(r).saves)
+    saves, cut = bool(chosen(r).saves), cut_of(r)
     items = r.N * r.HV
     warpgroups = walk_warpgroups(items, multiprocessors_of(r))
     numbers = call_numbers(r, for_backward=saves) | {"walk_blocks": 2 // warpgroups * items}
     buffer = Buffer()
     numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, buffer)
-    program = _program(numbers, warpgroups, saves)
+    if cut is not None:
+        numbers |= numbers_of(r, cut, buffer)
+    program = _program(numbers, warpgroups, saves, cut is not None, cut.chain if cut else 0)
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
 
@@ -54,12 +57,14 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
 
 
 @made_once
-def _program(numbers: Iterable[str], warpgroups: int, saves: bool) -> Program:
+def _program(numbers: Iterable[str], warpgroups: int, saves: bool, cut: bool, chain: int) -> Program:
+    """``cut``: sequences have several segments. ``chain``: blocks a state of the launch that chains them, 0 without."""
     buffer = "saved" if saves else "workspace"
     records: dict[str, Value] = arguments_of(GATED_DELTA) | {"records": (buffer, "records_at")}
     kept: dict[str, Value] = {name: (buffer, f"{name}_at") for name in SAVED} if saves else {}
-    steps = (
-        Launch("records", records_kernel(), "record_blocks", records),
-        Launch("walk", walk_kernel(warpgroups, saves), "walk_blocks", records | kept),
-    )
+    steps = [Launch("records", records_kernel(), "record_blocks", records)]
+    if cut:
+        steps += steps_of(records, chain)
+    else:
+        steps.append(Launch("walk", walk_kernel(warpgroups, saves), "walk_blocks", records | kept))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

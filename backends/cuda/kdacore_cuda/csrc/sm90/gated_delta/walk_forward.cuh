@@ -69,6 +69,25 @@ __device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p,
   return rows;
 }
 
+// Where a walk begins and ends, of a whole sequence; segment_item.cuh has the same of a segment.
+template <class Params>
+__device__ __forceinline__ void begin_state(State& state, const Params& p, const Item& item, int row,
+                                            const Lane& l) {
+  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+}
+// Checkpoints before those that the walk writes, `every` chunks apart; chunks until its first one.
+struct CheckpointsBefore {
+  int rows, wait;
+};
+__device__ __forceinline__ CheckpointsBefore checkpoints_before(const Item&, int) { return {0, 0}; }
+// `checkpoint`: where the state belongs if the chunk behind the walk's last begins with one, else 0.
+template <class Params>
+__device__ __forceinline__ void end_state(State& state, const Params& p, const Item& item, u64, int row,
+                                          const Lane& l) {
+  if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
+    write_state(state, row, l.t, final, p.flags);
+}
+
 // What is kept of a chunk: where a lane's part of u goes, and the state's image.
 struct KeptPlaces {
   OutputPlace u;
@@ -84,16 +103,18 @@ __device__ __forceinline__ void next_chunk(KeptPlaces& kept, int HV) {
   kept.state += (u64)HV * STATE_BYTES;
 }
 
-template <bool KEEPS, class Params>
-__device__ __forceinline__ void carry_state(const Params& p, const Item& item, u32 shared, int warp,
+template <bool KEEPS, class Params, class Walked>
+__device__ __forceinline__ void carry_state(const Params& p, const Walked& item, u32 shared, int warp,
                                             const Lane& l) {
   const int row = l.row + l.g;
   State state;
-  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  begin_state(state, p, item, row, l);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
-  int wait = p.ckpt_every ? 0 : 1 << 30;                        // until the next one
+  const CheckpointsBefore before = checkpoints_before(item, block);
+  int wait = p.ckpt_every ? before.wait : 1 << 30;  // until the next one
   const u64 head_bytes = (u64)K * V * state_size(p);
-  u64 checkpoint = p.ckpt_every ? p.ckpt + (first_checkpoint(p, item.n) * p.HV + item.hv) * head_bytes : 0;
+  u64 checkpoint =
+      p.ckpt_every ? p.ckpt + ((first_checkpoint(p, item.n) + before.rows) * p.HV + item.hv) * head_bytes : 0;
   const long long token_bytes = 2ll * p.HV * V;
   // Of the chunk before, whose output is stored beside this one's products.
   OutputPlace to = output_place<PackedRows>(reinterpret_cast<unsigned char*>(p.o) +
@@ -194,8 +215,7 @@ __device__ __forceinline__ void carry_state(const Params& p, const Item& item, u
   }
   stage_output(out, staging, l);
   store_output(read_output(staging, l), to, out_tokens, l);
-  if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
-    write_state(state, row, l.t, final, p.flags);
+  end_state(state, p, item, wait ? 0 : checkpoint, row, l);
 }
 
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {

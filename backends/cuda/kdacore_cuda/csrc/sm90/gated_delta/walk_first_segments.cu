@@ -1,0 +1,54 @@
+// The gated delta rule with few heads on Hopper, second of four launches. Sequences are cut into segments
+// (segment_item.cuh). The first one of each is walked from the initial state, with its outputs, while the maps of the
+// others are made. The third launch, chunk_forward/segments/chain.cu, finds the states at the later segments' starts.
+//
+// Grid: two blocks a sequence and value head, with half of the value rows each; then two for each segment with a map
+// and value head, with half of the channels each. Warps: walk_block.cuh. Those that load then clear rows of o that
+// belong to no sequence.
+//
+// Macros from the host: WARPGROUPS, 1.
+#include "sm90/gated_delta/walk_map.cuh"
+
+static_assert(WARPGROUPS == 1, "a map has 64 rows a block");
+constexpr u32 WALK_MEMORY = sizeof(ForwardMemory<false>);
+KDA_SHARED_BYTES(WALK_MEMORY > sizeof(MapMemory) ? WALK_MEMORY : sizeof(MapMemory));
+
+__device__ __forceinline__ int first_walks(const GatedDeltaSegmentParams& p) { return PARTS * p.N * p.HV; }
+__device__ __forceinline__ SegmentItem find_first(const GatedDeltaSegmentParams& p, int block) {
+  const int item = block / PARTS, n = item / p.HV;
+  return segment_item(p, n, 0, item - n * p.HV, block % PARTS);
+}
+__device__ __forceinline__ SegmentItem find_mapped(const GatedDeltaSegmentParams& p, int block) {
+  SegmentItem x = find_later(p, block - first_walks(p), 1);
+  if (!x.index || x.last) x.s.chunks = 0;  // it has no map
+  return x;
+}
+
+KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int block = opaque(block_index()), warp = uniform(thread_index() >> 5);
+  const bool maps = block >= first_walks(p);
+  if (maps)
+    make_ring_barriers<MAP_STAGES>(shared + OFFSET(MapStage, barriers));
+  else
+    make_forward_barriers(shared);
+  wait_for_inputs();
+  launch_dependents();  // they wait for this launch as a whole, but for records
+  if (warp < STATE_WARPS) {
+    const SegmentItem x = maps ? find_mapped(p, block) : find_first(p, block);
+    const Lane l = make_lane(warp, x.part);
+    if (!maps)
+      carry_state<false>(p, x, shared, warp, l);
+    else if (x.s.chunks)
+      carry_map(p, x, shared, l);
+    return;
+  }
+  const int thread = thread_index() - 32 * STATE_WARPS;
+  if (maps)
+    load_map(p, find_mapped(p, block), shared, thread);
+  else
+    load_forward(p, find_first(p, block), shared, thread);
+  clear_unused_rows(p, 2ll * p.HV * V,
+                    {(u32)(32 * LOAD_WARPS * block + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
+}

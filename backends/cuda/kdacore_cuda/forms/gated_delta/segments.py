@@ -1,0 +1,110 @@
+"""``chunk_gated_delta_rule`` with few heads: sequences are cut into segments that are walked side by side.
+
+Up to three launches take the place of the walk's one: the first segments are walked from the initial states, while
+maps of the later ones are made (how each changes the state at its start); chain finds the state at each later segment's
+start; and the later segments are walked from there. Maps and chain are those of ``chunk_kda`` in segments
+(:mod:`kdacore_cuda.forms.segments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from kdacore.types import Request
+from kdacore_cuda.forms.backward.workspace import Buffer
+from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
+from kdacore_cuda.forms.gated_delta.kernels import first_segments_kernel, later_segments_kernel
+from kdacore_cuda.forms.launches import arguments_of
+from kdacore_cuda.forms.segments.kernels import chain_kernel, output_begins_early
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
+from kdacore_cuda.forms.segments.workspace import MAP_BYTES, START_BYTES
+from kdacore_cuda.kernel_parameters import FLAGS, SEGMENTS
+from kdacore_cuda.runtime.device_figures import multiprocessors_of
+from kdacore_cuda.runtime.program import NOTHING, Launch, Value
+
+_REFERENCE_CHUNKS = 128
+_LEAST_TWO, _LEAST_LATER, _LEAST_LONG = 32, 10, 24
+
+
+def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
+    """How long segments are, for ``items`` sequences and value heads.
+
+    As long as it takes for all blocks of 8192 tokens to run at once: two for each later segment, in both walks. The
+    first segment is walked while maps of the later ones are made, so calls of two segments have neither maps nor a
+    chain: the two take as long as one walk over both, and a launch more. The first one is as much longer than the
+    others as it takes for those of 2048 tokens to have no more. Shorter segments leave more maps to chain, each for
+    most of the time of a chunk. Behind 8192 tokens there are blocks enough. The tokens of a call must not decide, as in
+    :func:`kdacore_cuda.forms.segments.segment_lengths.choose_lengths`.
+
+    ``first`` is the least length, by which packs have places in memory; no segment has that place in a sequence.
+    """
+    later = max(1, multiprocessors // (2 * items))
+
+    def length_behind(first: int) -> int:
+        return max(_LEAST_LATER, -(-(_REFERENCE_CHUNKS - first) // later))
+
+    first = -(-_REFERENCE_CHUNKS // (later + 1))
+    while first + length_behind(first) < _LEAST_TWO:
+        first += 1
+    rest = length_behind(first)
+    count = -(-(_REFERENCE_CHUNKS - first) // rest)
+    return SegmentLengths(rest, 0, first, 1, rest, count, max(rest, _LEAST_LONG))
+
+
+class Cut(NamedTuple):
+    """How the sequences of a call are cut."""
+
+    lengths: SegmentLengths
+    segments: int
+    """Of a dense sequence; the most that one of a pack can have."""
+    chain: int
+    """Blocks a state of the launch that chains maps; 0: no sequence has more than two segments."""
+
+
+def cut_of(r: Request) -> Cut | None:
+    """None where no sequence has more than one segment."""
+    if not chosen(r).cut or not r.T:
+        return None
+    items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
+    lengths = choose_lengths(items, multiprocessors)
+    segments = lengths.segments(-(-r.T // CHUNK))
+    if segments < 2:
+        return None
+    return Cut(lengths, segments, chain_blocks(items, multiprocessors) if segments > 2 else 0)
+
+
+def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
+    """The numbers of the launches. Adds their arrays to a buffer."""
+    items = r.N * r.HV
+    slots = r.T // (CHUNK * cut.lengths.first) + r.N if r.packed else r.N * cut.segments
+    mapped, later = (slots, slots) if r.packed else (r.N * (cut.segments - 2), r.N * (cut.segments - 1))
+    stored = slots * r.HV
+    flags = FLAGS["EARLY_OUTPUT"] * output_begins_early(cut.chain * items, multiprocessors_of(r))
+    return cut.lengths.parameters(cut.segments) | {
+        "maps_at": buffer.add(stored * MAP_BYTES),
+        "addends_at": buffer.add(stored * START_BYTES),
+        "starts_at": buffer.add(stored * START_BYTES),
+        "first_blocks": 2 * (items + mapped * r.HV),
+        "chain_blocks": cut.chain * items,
+        "chain_flags": flags_of(r) | flags,
+        "later_blocks": 2 * later * r.HV,
+    }
+
+
+def steps_of(records: Mapping[str, Value], chain: int) -> Iterator[Launch]:
+    """The launches behind that of the records.
+
+    Args:
+        records: fields of the walks.
+        chain: as :attr:`Cut.chain`.
+    """
+    places: dict[str, Value] = {name: ("workspace", f"{name}_at") for name in ("maps", "addends", "starts")}
+    yield Launch("first", first_segments_kernel(), "first_blocks", {**records, **places})
+    if chain:
+        # Without an initial state it begins with the addend of the first segment, which ends there.
+        fields: dict[str, Value] = {**arguments_of(SEGMENTS), **places, "flags": "chain_flags"}
+        fields |= dict.fromkeys(("h0", "ht", "mark_offsets", "mark_rows"), NOTHING)
+        yield Launch("chain", chain_kernel(chain), "chain_blocks", fields)
+    yield Launch("later", later_segments_kernel(), "later_blocks", {**records, **places})

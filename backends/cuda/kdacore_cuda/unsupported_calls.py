@@ -151,7 +151,7 @@ def chunk_head_dims(request: Request) -> Reason | None:
     if not (64 <= request.K <= 128 and request.V >= 64):
         return Reason("head_dim", "has kernels for other head dims", got, "K 64 to 128, V 64 or more")
     padded = 128 * 128 * blocks_of(request)
-    if request.op == "chunk_gated_delta_rule" and 2 * request.K * request.V < padded:
+    if request.op == "chunk_gated_delta_rule" and padded > 2 * request.K * request.V:
         # benchmarks/results/h200/h200-head-dims.json
         return Reason("head_dim", "would compute with more zeros than numbers", got, "K = V = 96 or more")
     if request.features & _IN_PLACE:

@@ -84,8 +84,12 @@ FORMS: dict[str, tuple[Request, str]] = {
         "recurrent: the kernel for one token a sequence, 32 sequences of 8 heads",
     ),
     "the gated delta rule": (
-        gated_delta(8),
-        "gated_delta: 8 heads",
+        gated_delta(64),
+        "gated_delta: 64 heads",
+    ),
+    "the gated delta rule, fewer heads": (
+        gated_delta(32),
+        "gated_delta: 32 heads, records beside walks (64 of 132 multiprocessors walk)",
     ),
     "the gated delta rule, no recomputation": (
         gated_delta(8, disable_recompute=True, needs_grad=True),
@@ -186,6 +190,26 @@ def test_operands_are_saved_behind_that() -> None:
     ):
         assert chosen(dataclasses.replace(call(64, **saving), **change)).form == "fused", change
     assert chosen(call(64, arrays=("out",), **saving)).form == "fused"
+
+
+def test_records_of_the_gated_delta_rule_are_made_beside_walks() -> None:
+    """Where walks leave enough multiprocessors, and there are enough chunks of key heads."""
+
+    def beside(r: Request, multiprocessors: int = 132) -> bool:
+        return chosen(r, multiprocessors).beside
+
+    assert [beside(gated_delta(n)) for n in (4, 36, 37)] == [True, True, False]
+    assert [beside(gated_delta(16, B=n, N=n)) for n in (2, 3)] == [True, False]
+    assert [beside(gated_delta(n), 78) for n in (21, 22)] == [True, False]
+    assert not beside(gated_delta(1), 0)
+    assert [beside(gated_delta(32, T=T)) for T in (64 * 12, 64 * 13)] == [False, True]
+    assert [beside(gated_delta(2, HV=8, T=T)) for T in (8192, 64 * 198)] == [False, True]
+    sequences = {
+        n: dataclasses.replace(packed(1, N=n, T=65536), op="chunk_gated_delta_rule") for n in (32, 33)
+    }
+    assert [beside(r) for r in sequences.values()] == [True, False]
+    saving = gated_delta(8, disable_recompute=True, needs_grad=True)
+    assert not beside(saving)
 
 
 def test_the_gated_delta_rule_saves_operands_with_any_heads() -> None:
@@ -376,9 +400,11 @@ def test_the_text_of_a_call_on_hardware_that_is_not_here(name: str) -> None:
 def test_the_text_of_the_gated_delta_rule() -> None:
     text = make_backend().ops["chunk_gated_delta_rule"].form
     assert text is not None
-    assert text(gated_delta(8)) == f"gated_delta: 8 heads{ASSUMED}"
+    assert text(gated_delta(64)) == f"gated_delta: 64 heads{ASSUMED}"
+    few = "gated_delta: 8 heads, records beside walks (16 of 132 multiprocessors walk)"
+    assert text(gated_delta(8)) == few + ASSUMED
     training = gated_delta(8, needs_grad=True)
-    assert text(training) == f"gated_delta: 8 heads; backward in one chain per head{ASSUMED}"
+    assert text(training) == f"{few}; backward in one chain per head{ASSUMED}"
     saving = dataclasses.replace(training, disable_recompute=True)
     assert text(saving) == (
         f"gated_delta: disable_recompute, 8 heads; backward from what the forward saves{ASSUMED}"

@@ -4,6 +4,7 @@ the other, flags, the order of units, which calls."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import program_launches
 import pytest
 import torch
 from cuda_calls import MODEL, Draw, request_of
+from emulated_backend import registered, run_emulated, wide_inference_cases
 from form_calls import FormCall
 from pool_checks import pool_of, same_bits
 
+from kdacore.testing.cases import Case
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
@@ -169,6 +172,31 @@ def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.
     """As racecheck is given the kernels: the same bits."""
     monkeypatch.setenv(EVERY_LANE, "1")
     check(monkeypatch, emulated, draw(270), output_final_state=True)
+
+
+# --- conformance ---------------------------------------------------------------------------------------------------
+
+QUICK = (f"{OP}-causality_append-base", f"{OP}-accuracy-collinear")
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Case]]:
+    """Those of the suite whose packs are served side by side."""
+    monkeypatch.setattr(choice, "use_records_beside", lambda r, multiprocessors: not r.packed or r.N <= 32)
+    with registered(OP):
+        yield [c for c in wide_inference_cases(OP) if len(c.shape.lengths or ()) <= 32]
+
+
+def test_some_conformance_cases(emulated: list[str], cases: list[Case]) -> None:
+    some = [c for c in cases if c.id.startswith(QUICK)]
+    assert len(some) >= len(QUICK)
+    run_emulated(some, emulated, "walk_records_beside")
+
+
+@pytest.mark.exhaustive
+def test_every_conformance_case(emulated: list[str], cases: list[Case]) -> None:
+    assert len(cases) > 60
+    run_emulated(cases, emulated, "walk_records_beside")
 
 
 # --- flags, and the order of units ---------------------------------------------------------------------------------

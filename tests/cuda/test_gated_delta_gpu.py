@@ -87,14 +87,13 @@ def lengths(*given: int) -> torch.Tensor:
     return torch.tensor([0, *given], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
 
 
-PACK = lengths(3000, 100, 0, 64, 1500, 1)
 BESIDE = {
     "long": lambda: draw(8192, 16, 32),
     "batch": lambda: draw(2100, 4, 8, B=4),
     "one head": lambda: draw(20_000, 1, 1),
     "a head for each": lambda: draw(3000, 36, 36),
     "large group": lambda: draw(5000, 2, 14),
-    "pack": lambda: draw(4700, 2, 4, cu_seqlens=PACK, initial_state=None),
+    "pack": lambda: draw(4700, 2, 4, cu_seqlens=lengths(3000, 100, 0, 64, 1500, 1), initial_state=None),
     "pack, many": lambda: draw(4700, 1, 1, cu_seqlens=lengths(*[146] * 32), initial_state=None),
 }
 

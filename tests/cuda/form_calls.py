@@ -1,4 +1,4 @@
-"""Calls of ``chunk_kda`` by a form that a test names, whatever form would be chosen, whole or launch by launch."""
+"""Calls of chunk ops by a form that a test names, whatever form would be chosen, whole or launch by launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda.forms.dataflow import launches as dataflow_launches
 from kdacore_cuda.forms.fused import launches as fused_launches
+from kdacore_cuda.forms.gated_delta import launches as gated_delta_launches
 from kdacore_cuda.forms.launches import FORWARD_ARGUMENTS, Launches
 from kdacore_cuda.forms.segments import launches as segments_launches
 from kdacore_cuda.forms.torch_forward import TorchOp, readable
@@ -29,6 +30,7 @@ def _op(launches_of: Callable[[Request], Launches], takes_rows: bool) -> TorchOp
 _LAUNCHES = {
     "dataflow": dataflow_launches.launches_of,
     "fused": fused_launches.launches_of,
+    "gated_delta": gated_delta_launches.launches_of,
     "segments": segments_launches.launches_of,
 }
 _OPS = {form: _op(launches_of, form != "dataflow") for form, launches_of in _LAUNCHES.items()}

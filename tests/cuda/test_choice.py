@@ -87,6 +87,14 @@ FORMS: dict[str, tuple[Request, str]] = {
         gated_delta(8),
         "gated_delta: 8 heads (segments: up to 22 on 132 multiprocessors)",
     ),
+    "the gated delta rule, many heads": (
+        gated_delta(64),
+        "gated_delta: 64 heads (segments: up to 22 on 132 multiprocessors)",
+    ),
+    "the gated delta rule, fewer heads": (
+        gated_delta(32),
+        "gated_delta: 32 heads, records beside walks (64 of 132 multiprocessors walk)",
+    ),
     "the gated delta rule, no recomputation": (
         gated_delta(8, disable_recompute=True, needs_grad=True),
         "gated_delta: disable_recompute, 8 heads",
@@ -195,6 +203,26 @@ def test_the_gated_delta_rule_is_cut_with_few_heads() -> None:
     assert [chosen(gated_delta(2, B=n, N=n)).cut for n in (11, 12)] == [True, False]
     assert not chosen(gated_delta(1, batch_invariant=True)).cut
     assert [chosen(gated_delta(n), multiprocessors=66).cut for n in (11, 12)] == [True, False]
+
+
+def test_records_of_the_gated_delta_rule_are_made_beside_walks() -> None:
+    """Where walks leave enough multiprocessors, and there are enough chunks of key heads."""
+
+    def beside(r: Request, multiprocessors: int = 132) -> bool:
+        return chosen(r, multiprocessors).beside
+
+    assert [beside(gated_delta(n)) for n in (23, 36, 37)] == [True, True, False]
+    assert [beside(gated_delta(16, B=n, N=n)) for n in (2, 3)] == [True, False]
+    assert [beside(gated_delta(n), 78) for n in (21, 22)] == [True, False]
+    assert not beside(gated_delta(23), 0)
+    assert [beside(gated_delta(32, T=T)) for T in (64 * 12, 64 * 13)] == [False, True]
+    assert [beside(gated_delta(2, HV=24, T=T)) for T in (8192, 64 * 198)] == [False, True]
+    sequences = {
+        n: dataclasses.replace(packed(1, N=n, T=65536), op="chunk_gated_delta_rule") for n in (32, 33)
+    }
+    assert [beside(r) for r in sequences.values()] == [True, False]
+    saving = gated_delta(8, disable_recompute=True, needs_grad=True)
+    assert not beside(saving)
 
 
 def test_the_gated_delta_rule_saves_operands_with_any_heads() -> None:
@@ -386,7 +414,7 @@ def test_the_text_of_the_gated_delta_rule() -> None:
     text = make_backend().ops["chunk_gated_delta_rule"].form
     assert text is not None
     limit = "(segments: up to 22 on 132 multiprocessors)"
-    assert text(gated_delta(32)) == f"gated_delta: 32 heads {limit}{ASSUMED}"
+    assert text(gated_delta(64)) == f"gated_delta: 64 heads {limit}{ASSUMED}"
     assert text(gated_delta(8)) == f"gated_delta: 8 heads {limit}, 9 segments{ASSUMED}"
     assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 2 segments{ASSUMED}"
     pack = gated_delta(8, packed=True, arrays=("cu_seqlens",), T=4096)
@@ -395,6 +423,8 @@ def test_the_text_of_the_gated_delta_rule() -> None:
     assert (
         text(training) == f"gated_delta: 8 heads {limit}, 9 segments; backward in one chain per head{ASSUMED}"
     )
+    beside = "gated_delta: 32 heads, records beside walks (64 of 132 multiprocessors walk)"
+    assert text(gated_delta(32)) == beside + ASSUMED
     saving = dataclasses.replace(training, disable_recompute=True)
     assert text(saving) == (
         f"gated_delta: disable_recompute, 8 heads; backward from what the forward saves{ASSUMED}"

@@ -43,10 +43,16 @@ def products(kernel: KernelSource) -> set[str]:
         WARP: (
             *("prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu", "chunk_records.cu"),
             *("transition.cu", "slice_starts.cu", "slice_gradient.cu", "slice_chain.cu"),
+            "chunk_records_beside.cu",
         ),
         WARPGROUP: (
             *("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
-            *("walk_records.cu", "walk_first_segments.cu", "walk_later_segments.cu"),
+            *(
+                "walk_records.cu",
+                "walk_records_beside.cu",
+                "walk_first_segments.cu",
+                "walk_later_segments.cu",
+            ),
         ),
     }
     return next(({unit} for unit, names in alone.items() if name in names), {WARP, WARPGROUP})
@@ -86,10 +92,10 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     row = CUBINS.rows()[row_name(kernel, arch)]
     code = disassemble(FOLDER / row["file"])
     assert found(code) == products(kernel)
-    # walk begins after every block of its call's first launch has waited, and waits for the end of that one.
+    # Walks beside another launch begin after every block of that one has waited, and wait for its end.
     # Output loads at once what was there before the launch ahead of it let it begin, maps the call's values.
     orders = {
-        "walk": waits_last,
+        **dict.fromkeys(("walk", "walk_records_beside"), waits_last),
         **dict.fromkeys(("output", "maps", "walk_later_segments"), waits_before_it_writes),
     }
     order = orders.get(kernel.entry, waits_first)

@@ -254,6 +254,11 @@ void toy(int wrong, float* in, float* out) {
     copy_in(shared + 1024, in, 256, shared + OTHER);
   }
   if (wrong != 12) barrier_wait(shared + OTHER, 0);
+  // Told of what went out.
+  if (thread == 0) {
+    if (wrong != 15) copy_out_wait();
+    set_flag((u64)(out + 256), 1);
+  }
 }
 """
 
@@ -288,6 +293,7 @@ def test_copies(copies: Toy, seed: int) -> None:
         (13, "a barrier that the async proxy has not heard of"),
         (12, "a bulk copy in that nobody waited for"),
         (14, "a sector split by a copy"),
+        (15, "a flag before copies of its warp have arrived"),
     ],
 )
 def test_mistakes_with_copies(copies: Toy, wrong: int, complaint: str) -> None:

@@ -10,11 +10,19 @@ from cuda_calls import MODEL, O_BOUND, STATE_BOUND, Draw, error, oracle, request
 
 import kdacore
 from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import launches
 
 pytestmark = pytest.mark.gpu
 OP = "chunk_gated_delta_rule"
+
+
+@pytest.fixture(params=[False, True], ids=["one after the other", "side by side"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether records are made while others are walked, whatever would be chosen."""
+    monkeypatch.setattr(choice, "use_records_beside", lambda *given: request.param)
+    return bool(request.param)
 
 
 def draw(T: int, H: int, HV: int, *, B: int = 1, gate: str = "init", **arrays: Any) -> ChunkInputs:
@@ -60,7 +68,8 @@ def test_against_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize("HV", [4, 64])
-def test_every_call_gives_the_same_bits(HV: int) -> None:
+def test_every_call_gives_the_same_bits(beside: bool, HV: int) -> None:
+    """Side by side also with more blocks than multiprocessors: walks then begin late."""
     inputs = draw(4200, HV // 2, HV)
     first = run(inputs)
     assert all(same(run(inputs), first) for _ in range(50))
@@ -74,7 +83,36 @@ def test_both_kinds_of_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch
     assert same(*found)
 
 
-def test_replays_equal_eager() -> None:
+def lengths(*given: int) -> torch.Tensor:
+    return torch.tensor([0, *given], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+
+
+BESIDE = {
+    "long": lambda: draw(8192, 16, 32),
+    "batch": lambda: draw(2100, 4, 8, B=4),
+    "one head": lambda: draw(20_000, 1, 1),
+    "a head for each": lambda: draw(3000, 36, 36),
+    "large group": lambda: draw(5000, 2, 14),
+    "pack": lambda: draw(4700, 2, 4, cu_seqlens=lengths(3000, 100, 0, 64, 1500, 1), initial_state=None),
+    "pack, many": lambda: draw(4700, 1, 1, cu_seqlens=lengths(*[146] * 32), initial_state=None),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_records_beside_walks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As launches one after the other."""
+    inputs, found = BESIDE[name](), []
+    for used in (False, True):
+        monkeypatch.setattr(choice, "use_records_beside", lambda *given, used=used: used)
+        found.append([run(inputs, checkpoint_every=256) for _ in range(5)])
+    (want, *_), others = found
+    for got in others:
+        assert same(got, want)
+        assert got.checkpoints is not None and torch.equal(got.checkpoints, want.checkpoints)
+
+
+def test_replays_equal_eager(beside: bool) -> None:
+    """The number of a captured call does not change: no flag may be left from the replay before."""
     inputs = draw(3000, 10, 20)
     eager = run(inputs)
     graph = torch.cuda.CUDAGraph()
@@ -87,7 +125,8 @@ def test_replays_equal_eager() -> None:
         assert same(captured, eager)
 
 
-def test_several_streams() -> None:
+def test_several_streams(beside: bool) -> None:
+    """More blocks than multiprocessors, of calls that do not wait for one another."""
     inputs = draw(2000, 12, 24)
     want = run(inputs)
     torch.cuda.synchronize()

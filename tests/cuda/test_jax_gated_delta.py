@@ -18,6 +18,7 @@ from test_gated_delta import OP, draw, state
 from test_jax import arrays_of, check, function, ints, normal
 
 from kdacore.types import OutputGrads
+from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import gradients as gated_delta_gradients
 
@@ -35,9 +36,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients(emulated: list[str], from_jax: Device, name: str) -> None:
-    """Of everything."""
+@pytest.mark.parametrize(
+    ("name", "beside"), [*((name, False) for name in CASES), ("grouped", True), ("pack", True)]
+)
+def test_results_and_gradients(
+    emulated: list[str], from_jax: Device, monkeypatch: pytest.MonkeyPatch, name: str, beside: bool
+) -> None:
+    """Of everything; and where records are made beside walks."""
+    monkeypatch.setattr(choice, "use_records_beside", lambda *given: beside)
     inputs, options = CASES[name]
     x = arrays_of(inputs)
     fixed = {n: a for n, a in x.items() if n == "cu_seqlens"}
@@ -59,6 +65,7 @@ def test_results_and_gradients(emulated: list[str], from_jax: Device, name: str)
     want = on_hopper(gated_delta_gradients.backward)(r, inputs, (), OutputGrads(d_o, d_state))
     check([got.get(n) for n in want._fields], want)
     assert launched == [name.split("-")[0] for name in emulated]
+    assert ("walk_records_beside" in launched) == beside
 
 
 def test_vmap_is_one_call_with_a_larger_batch(from_jax: Device) -> None:

@@ -31,6 +31,7 @@ from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
         ("slice_starts", "output"),
         ("prepare", "maps", "transition"),
         ("prepare_units", "walk"),
+        ("chunk_records_beside", "walk_records_beside"),
         (OTHER_WORK, "prepare", "maps"),
         ("chunk_forward", "checkpoint_tail"),
         ("recurrent",),
@@ -45,6 +46,10 @@ def test_orders_that_are_right(entries: tuple[str, ...]) -> None:
     [
         (("walk",), "walk reads .* expected prepare_units right before it, got no launch of this program"),
         (("prepare", "walk"), "got prepare"),
+        (
+            ("chunk_records", "walk_records_beside"),
+            "expected chunk_records_beside right before it, got chunk_records",
+        ),
         (("prepare_units", OTHER_WORK, "walk"), "got no launch"),
         (("maps",), "expected prepare or prepare_marked right before it, got no launch"),
         (("prepare", "chain", "maps", "output"), "maps reads .* got chain"),

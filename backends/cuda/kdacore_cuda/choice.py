@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
-from kdacore_cuda.kernel_parameters import STEP_TOKENS
+from kdacore_cuda.kernel_parameters import ORDERED_SEQUENCES, STEP_TOKENS
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
 
 ClustersAtOnce = Callable[[int], int]
@@ -85,6 +85,8 @@ class Choice(NamedTuple):
     sequence has several), or nothing."""
     backward_in_segments: bool = False
     """A backward for which nothing was saved walks segments of a sequence side by side, else one chain per item."""
+    beside: bool = False
+    """Of the gated delta rule: records are made while others are walked. The same bits."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
     cut: bool = False
@@ -100,7 +102,7 @@ def choose(request: Request, device: Figures) -> Choice:
     if request.op in ("kda_chunk_intra", "kda_recompute_w_u"):
         return _choose_stage(request, device)
     if request.op == "chunk_gated_delta_rule":
-        return _choose_gated_delta(request, device.multiprocessors)
+        return _choose_gated_delta(request, device)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
@@ -130,12 +132,19 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
     return Choice("fused", f"{amount} (segments: up to {most} {on})", choose_clusters(r, device), "", cut)
 
 
-def _choose_gated_delta(r: Request, multiprocessors: int) -> Choice:
+def _choose_gated_delta(r: Request, device: Figures) -> Choice:
+    amount, count = amount_of(r), device.multiprocessors
     if may_save_operands(r):
-        return Choice("gated_delta", f"disable_recompute, {amount_of(r)}", saves="operands")
-    most = most_cut(multiprocessors)
-    why = f"{amount_of(r)} (segments: up to {most} on {multiprocessors} multiprocessors)"
-    return Choice("gated_delta", why, cut=items_for_choice(r) <= most)
+        return Choice("gated_delta", f"disable_recompute, {amount}", saves="operands")
+    most = most_cut(count)
+    if items_for_choice(r) <= most:
+        return Choice(
+            "gated_delta", f"{amount} (segments: up to {most} on {count} multiprocessors)", cut=True
+        )
+    if use_records_beside(r, count):
+        walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
+        return Choice("gated_delta", f"{amount}, records beside walks ({walking})", beside=True)
+    return Choice("gated_delta", f"{amount} (segments: up to {most} on {count} multiprocessors)")
 
 
 def most_cut(multiprocessors: int) -> int:
@@ -217,6 +226,27 @@ def use_dataflow(items: int, bounded: bool, multiprocessors: int) -> bool:
     """
     least, most = dataflow_range(multiprocessors)
     return not bounded and least <= items <= most
+
+
+# --- the gated delta rule -----------------------------------------------------------------------------------------
+
+_LARGEST_WALKING_PART = 0.55
+"""Of the multiprocessors. Where more than these walk, the others make records slower than those walk. Counted in cycles
+of a multiprocessor: 2,400 a chunk in a walk, and for its record 4,900, or 6,500 where each key head has one value
+head. With 36 items, 72 walking of 132 multiprocessors, both ways take as long in the latter case."""
+_CHUNK, _LEAST_UNITS = 64, 3
+"""Tokens of a chunk. Chunks of key heads for each multiprocessor: with fewer, most records are made as soon as the
+first ones."""
+
+
+def use_records_beside(r: Request, multiprocessors: int) -> bool:
+    """Whether a forward of the gated delta rule makes records while others are walked. Both ways give the same bits, so
+    tokens may decide."""
+    if _LARGEST_WALKING_PART * multiprocessors < 2 * r.N * r.HV:
+        return False
+    if r.packed and r.N > ORDERED_SEQUENCES:
+        return False
+    return bool(r.B * r.T // _CHUNK * r.H >= _LEAST_UNITS * multiprocessors > 0)
 
 
 # --- what a forward saves, and the backward -----------------------------------------------------------------------

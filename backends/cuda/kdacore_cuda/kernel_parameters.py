@@ -219,6 +219,16 @@ GATED_DELTA = ParamStruct(
 """Parameters of both launches of the gated delta rule, csrc/sm90/gated_delta. ``records``: what the first leaves for
 the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT."""
 
+RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready"), *_fields("i64", "launch")))
+GATED_DELTA_BESIDE = ParamStruct(
+    "GatedDeltaBesideParams", (*RECORD_FLAGS.fields, *GATED_DELTA.fields), (RECORD_FLAGS, GATED_DELTA)
+)
+"""Parameters of the same two launches where they run side by side. ``ready``: the flags of records. ``launch``: the
+value of a raised one, different for every call."""
+ORDERED_SEQUENCES = 32
+"""Sequences of a pack, at most, whose records are made side by side with walks:
+csrc/sm90/gated_delta/unit_order.cuh."""
+
 GATED_DELTA_GRADIENTS = ParamStruct(
     "GatedDeltaGradients",
     (
@@ -334,6 +344,10 @@ def generated_headers() -> Mapping[str, str]:
         + GATED_DELTA_MAPS.header()
         + CUT.header()
         + GATED_DELTA_SEGMENTS.header(),
+        "gated_delta_beside_params": '#include "generated/gated_delta_params.cuh"\n'
+        + RECORD_FLAGS.header()
+        + GATED_DELTA_BESIDE.header()
+        + f"constexpr int ORDERED_SEQUENCES = {ORDERED_SEQUENCES};\n",
         "walk_params": WALK.header(),
         "checkpoint_tail_params": CHECKPOINT_TAIL.header(),
         "steps": f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"

@@ -172,7 +172,11 @@ inline void store_global_if(bool real, void* p, uint4 v) {
 }
 
 inline uint4 load_written(u64 p) { uint4 r; memcpy(&r, (const void*)p, 16); return r; }
-inline void set_flag(u64 flag, u64 value) { *(u64*)flag = value; }
+inline void set_flag(u64 flag, u64 value) {
+  for (int lane = 0; lane < 32; ++lane)
+    if (emu::me->warp->lanes[lane].storing) emu::fail("a flag before copies of its warp have arrived", (u32)flag);
+  *(u64*)flag = value;
+}
 inline void wait_and_clear_flag(u64 flag, u64 value) {
   while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag, "flag", (u32)flag);
   *(u64*)flag = 0;

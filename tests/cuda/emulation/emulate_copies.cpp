@@ -144,6 +144,7 @@ void copy_out(void* dst, u32 src, u32 bytes) {
   if (bytes % 16 || (uintptr_t)dst % 16 || src % 16) emu::fail("bulk copy size or alignment", bytes);
   emu::leave(src, bytes);
   emu::me->outs.back().push_back({dst, src, bytes});
+  emu::me->storing = true;
 }
 void copy_out_commit() { emu::me->outs.emplace_back(); }
 void emu::wait_out(size_t open) {

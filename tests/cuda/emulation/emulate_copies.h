@@ -40,7 +40,7 @@ void copy_out(void* dst, u32 src, u32 bytes);
 void copy_out_commit();
 template <int N>
 inline void copy_out_wait_read() { emu::wait_out(N); }
-inline void copy_out_wait() { emu::wait_out(0); }
+inline void copy_out_wait() { emu::wait_out(0), emu::me->storing = false; }
 void fence_async_proxy();
 inline void fence_async_proxy_global() {}
 inline void fence_barrier_init() { ++emu::me->barrier_fences; }

@@ -118,6 +118,7 @@ struct Fiber {
   std::vector<std::vector<Copy>> groups{1};
   std::vector<Copy> copies;  // all of them, in order
   std::vector<std::vector<Out>> outs{1};
+  bool storing = false;  // bulk copies to device memory that it has not waited for, or only until they were read
   std::vector<Known> known;
   u32 syncs = 0;      // meetings it has left that order lanes' accesses to memory
   u32 fences = 0;     // of proxies

@@ -20,7 +20,8 @@ def figures_of(r: Request) -> Figures:
     def clusters_at_once(cluster: int) -> int:
         return device_figures.clusters_at_once(r, _fused_kernels(r)(cluster, arch), arch)
 
-    count = device_figures.multiprocessors_of(r) if r.op.startswith("chunk_") else 0
+    chunk = r.op in ("chunk_kda", "chunk_gated_delta_rule")
+    count = device_figures.multiprocessors_of(r) if chunk else 0
     return Figures(arch, count, clusters_at_once, lambda: device_figures.memory_rate_of(r))
 
 

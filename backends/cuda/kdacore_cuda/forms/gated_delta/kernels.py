@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from kdacore_cuda.kernel_parameters import GATED_DELTA, GATED_DELTA_BACKWARD, GATED_DELTA_SEGMENTS, SUMS
+from kdacore_cuda.kernel_parameters import (
+    GATED_DELTA,
+    GATED_DELTA_BACKWARD,
+    GATED_DELTA_BESIDE,
+    GATED_DELTA_SEGMENTS,
+    SUMS,
+)
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _SOURCES = "sm90/gated_delta"
@@ -14,6 +20,30 @@ _SOURCES = "sm90/gated_delta"
 def records_kernel() -> Kernel:
     """The record of every chunk and value head: a block for each chunk and key head."""
     return make_kernel(f"{_SOURCES}/chunk_records", GATED_DELTA)
+
+
+RECORD_PLACES = 2
+"""Units, chunks of a key head, that a block of :func:`records_beside_kernel` makes at once."""
+BLOCKS_BESIDE = 2
+"""Blocks of :func:`walk_beside_kernel` for each sequence and value head."""
+
+
+@cache
+def records_beside_kernel() -> Kernel:
+    """The same records by blocks that live as long as the launch, each on a multiprocessor of its own."""
+    return make_kernel(f"{_SOURCES}/chunk_records_beside", GATED_DELTA_BESIDE)
+
+
+def records_blocks_beside(units: int, items: int, multiprocessors: int) -> int:
+    """Blocks of :func:`records_beside_kernel`: one for each multiprocessor that the walks of ``items`` sequences times
+    value heads leave, as far as there are ``units`` for them."""
+    return min(-(-units // RECORD_PLACES), max(1, multiprocessors - BLOCKS_BESIDE * items))
+
+
+@cache
+def walk_beside_kernel() -> Kernel:
+    """:func:`walk_kernel` with one warpgroup, beside :func:`records_beside_kernel`. The same bits."""
+    return make_kernel(f"{_SOURCES}/walk_records_beside", GATED_DELTA_BESIDE, WARPGROUPS=2 // BLOCKS_BESIDE)
 
 
 @cache

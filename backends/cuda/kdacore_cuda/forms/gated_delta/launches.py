@@ -1,5 +1,6 @@
-"""The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, then a walk over each sequence and value
-head, or what :mod:`kdacore_cuda.forms.gated_delta.segments` puts in its place."""
+"""The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, and a walk over each sequence and value
+head, one after the other or side by side, or what :mod:`kdacore_cuda.forms.gated_delta.segments` puts in the walk's
+place. Side by side the walk takes each record as soon as flags in the workspace say that it is written."""
 
 from __future__ import annotations
 
@@ -11,20 +12,30 @@ from kdacore_cuda.forms.backward.kernels import walk_warpgroups
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
-from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
+from kdacore_cuda.forms.gated_delta.kernels import (
+    BLOCKS_BESIDE,
+    records_beside_kernel,
+    records_blocks_beside,
+    records_kernel,
+    walk_beside_kernel,
+    walk_kernel,
+)
 from kdacore_cuda.forms.gated_delta.segments import cut_of, numbers_of, steps_of
-from kdacore_cuda.forms.gated_delta.workspace import SAVED, places
+from kdacore_cuda.forms.gated_delta.workspace import RECORD_FLAGS_BYTES, SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
-from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA
+from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.program import Launch, Program, Value
+from kdacore_cuda.runtime.program import LAUNCH, Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
     """The launches of a call; bfloat16 q, k and v, K = V = 128. What it saves for the backward is the buffer
     ``saved``."""
-    saves, cut = bool(chosen(r).saves), cut_of(r)
+    choice = chosen(r)
+    if choice.beside:
+        return _launches_beside(r)
+    saves, cut = bool(choice.saves), cut_of(r)
     items = r.N * r.HV
     warpgroups = walk_warpgroups(items, multiprocessors_of(r))
     numbers = call_numbers(r, for_backward=saves) | {"walk_blocks": 2 // warpgroups * items}
@@ -34,6 +45,19 @@ def launches_of(r: Request) -> Launches:
         numbers |= numbers_of(r, cut, buffer)
     program = _program(numbers, warpgroups, saves, cut is not None, cut.chain if cut else 0)
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
+
+
+def _launches_beside(r: Request) -> Launches:
+    """Those of a call whose records are made while others are walked
+    (:func:`kdacore_cuda.choice.use_records_beside`)."""
+    slots, items, buffer = chunk_slots(r), r.N * r.HV, Buffer()
+    numbers = call_numbers(r, for_backward=False) | places(("records",), slots * r.HV, buffer)
+    numbers |= {
+        "flags_at": buffer.add(slots * r.HV * RECORD_FLAGS_BYTES),
+        "record_blocks": records_blocks_beside(slots * r.H, items, multiprocessors_of(r)),
+        "walk_blocks": BLOCKS_BESIDE * items,
+    }
+    return Launches(_program_beside(numbers), numbers, arch_of(r), {"workspace": buffer.bytes})
 
 
 def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
@@ -67,4 +91,18 @@ def _program(numbers: Iterable[str], warpgroups: int, saves: bool, cut: bool, ch
         steps += steps_of(records, chain)
     else:
         steps.append(Launch("walk", walk_kernel(warpgroups, saves), "walk_blocks", records | kept))
+    return Program(steps, FORWARD_ARRAYS, tuple(numbers))
+
+
+@made_once
+def _program_beside(numbers: Iterable[str]) -> Program:
+    fields: dict[str, Value] = arguments_of(GATED_DELTA_BESIDE) | {
+        "records": ("workspace", "records_at"),
+        "ready": ("workspace", "flags_at"),
+        "launch": LAUNCH,
+    }
+    steps = (
+        Launch("records", records_beside_kernel(), "record_blocks", fields),
+        Launch("walk", walk_beside_kernel(), "walk_blocks", fields),
+    )
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

@@ -15,6 +15,9 @@ UNIT_BYTES = {
 }
 """Bytes of each array, for one chunk and value head. csrc/sm90/gated_delta/backward_workspace.cuh says what they
 hold."""
+RECORD_FLAGS_BYTES = 8 * 2
+"""Of the flags of one record, one for each block that walks it: ``UnitFlags`` of
+csrc/sm90/chunk_forward/dataflow/flags.cuh."""
 SAVED = ("records", "u", "states")
 """Arrays that a forward saves. The backward then launches neither what makes records nor the walk forward; its
 gradients have the same bits."""

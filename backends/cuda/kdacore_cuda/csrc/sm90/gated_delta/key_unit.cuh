@@ -8,11 +8,20 @@ struct KeyUnit {
   int h, rows;  // rows: 0 where no sequence fills the slot
   long long slot, batch, first;
 };
-__device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int index) {
+// In a slot of sequence s. One past its end has no rows.
+__device__ __forceinline__ KeyUnit make_key_unit(const GatedDeltaParams& p, const Sequence& s, int slot,
+                                                 int h) {
   KeyUnit u;
-  const int slot = divide(index, p.h_factor, p.h_shift);
-  u.h = index - slot * p.H;
+  u.h = h;
   u.slot = slot;
+  const int begin = (slot - s.slot) * C, left = s.length - begin;
+  u.batch = s.batch;
+  u.first = s.first + begin;
+  u.rows = left <= 0 ? 0 : left < C ? left : C;
+  return u;
+}
+__device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int index) {
+  const int slot = divide(index, p.h_factor, p.h_shift);
   int n = 0, beyond = p.N;
   if (!p.cu_seqlens) {
     n = divide(slot, p.chunks_factor, p.chunks_shift);
@@ -27,10 +36,5 @@ __device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int 
         beyond = middle;
     }
   }
-  const Sequence s = find_read_sequence(p, n);
-  const int begin = (slot - s.slot) * C, left = s.length - begin;
-  u.batch = s.batch;
-  u.first = s.first + begin;
-  u.rows = left <= 0 ? 0 : left < C ? left : C;
-  return u;
+  return make_key_unit(p, find_read_sequence(p, n), slot, index - slot * p.H);
 }

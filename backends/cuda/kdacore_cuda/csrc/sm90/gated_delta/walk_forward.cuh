@@ -40,24 +40,40 @@ __device__ __forceinline__ Item find_item(const GatedDeltaParams& p) {
   return find_item(p, opaque(block_index()));  // each role finds it anew
 }
 
-__device__ __forceinline__ void load_forward(const GatedDeltaParams& p, const Item& x, u32 shared,
-                                             int thread) {
+// Records that have all been written before this launch. Of others, wait() waits for the next one of an item.
+struct WrittenRecords {
+  static constexpr bool COME_LATE = false;
+  __device__ __forceinline__ void begin(const Item&) {}
+  __device__ __forceinline__ void wait() {}
+};
+
+template <class Records>
+__device__ __forceinline__ void load_forward(const GatedDeltaParams& p, Records records, const Item& x,
+                                             u32 shared, int thread) {
   const int h = divide(x.hv, p.group_factor, p.group_shift);
   auto k = key_source(p, x, h, thread), q = query_source(p, x, h, thread);
   auto v = value_source(p, x, thread);
   u64 record = record_at(p, x.s.slot, x.hv);
   int left = x.s.length;
-  load_chunks(StageRing{shared}, x.s.chunks, thread, [&](const StageRing& ring) {
-    const u32 stage = ring.stage();
+  records.begin(x);
+  const auto load_record = [&](const StageRing& ring) {
     if (thread == 0) {
+      records.wait();
       barrier_expect(ring.full(), WALK_BYTES);
-      copy_record(stage + OFFSET(Stage, record), record, WALK_BYTES, ring.full());
+      copy_record(ring.stage() + OFFSET(Stage, record), record, WALK_BYTES, ring.full());
     }
+    record += (u64)p.HV * RECORD_BYTES;
+  };
+  const auto load = [&](const StageRing& ring) {
+    const u32 stage = ring.stage();
+    if constexpr (!Records::COME_LATE) load_record(ring);
     k.fetch(stage + OFFSET(Stage, k), left, thread);
     q.fetch(stage + OFFSET(Stage, q), left, thread);
     v.fetch(stage + OFFSET(Stage, values), left, thread);
     left -= C;
-    record += (u64)p.HV * RECORD_BYTES;
+  };
+  load_chunks(StageRing{shared}, x.s.chunks, thread, load, [&](const StageRing& ring) {
+    if constexpr (Records::COME_LATE) load_record(ring);
   });
 }
 
@@ -221,8 +237,8 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {
   make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
 }
-template <bool KEEPS, class Params>
-__device__ __forceinline__ void walk_forward(const Params& p, u32 shared) {
+template <bool KEEPS, class Params, class Records = WrittenRecords>
+__device__ __forceinline__ void walk_forward(const Params& p, u32 shared, Records records = {}) {
   const int warp = uniform(thread_index() >> 5);
   if (warp < STATE_WARPS) {
     set_role_registers<STATE_REGISTERS>();
@@ -231,7 +247,7 @@ __device__ __forceinline__ void walk_forward(const Params& p, u32 shared) {
   } else {
     set_role_registers<LOAD_REGISTERS>();
     const int thread = thread_index() - 32 * STATE_WARPS;
-    load_forward(p, find_item(p), shared, thread);
+    load_forward(p, records, find_item(p), shared, thread);
     clear_unused_rows(
         p, 2ll * p.HV * V,
         {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});

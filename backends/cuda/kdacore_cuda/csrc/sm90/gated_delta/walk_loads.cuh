@@ -62,9 +62,10 @@ __device__ __forceinline__ void copy_record(u32 to, u64 from, u32 bytes, u32 ful
   copy_in(to, reinterpret_cast<const void*>(from), bytes, full);
 }
 
-// Calls load(ring) for the stage of each of `chunks` chunks; it requests the copies of all that belongs to it.
-template <class Ring, class F>
-__device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F load) {
+// Calls load(ring) for the stage of each of `chunks` chunks; it requests the copies of what belongs to it. Calls
+// load_late(ring) for the rest, once the rows of the chunk before have been told of: it may wait.
+template <class Ring, class F, class G>
+__device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F load, G load_late) {
   Ring arrived = ring;
   const auto tell = [&] {
     fence_async_proxy();  // products read what has come by ordinary copies
@@ -79,8 +80,13 @@ __device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F
       copy_async_wait<1>();
       tell();
     }
+    load_late(ring);
     ring.next();
   }
   copy_async_wait<0>();
   if (chunks) tell();
+}
+template <class Ring, class F>
+__device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F load) {
+  load_chunks(ring, chunks, thread, load, [](const Ring&) {});
 }

@@ -57,6 +57,7 @@ def pack(lengths: tuple[int, ...], H: int = 1, HV: int = 2, padding: int = 0, **
 def run(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, beside: bool, **options: Any) -> Outputs:
     """Pools are written in copies."""
     with monkeypatch.context() as patched:
+        patched.setattr(choice, "most_cut", lambda count: 0)
         patched.setattr(choice, "use_records_beside", lambda *given: beside)
         given = inputs
         if options.get("inplace_state"):
@@ -182,6 +183,7 @@ QUICK = (f"{OP}-causality_append-base", f"{OP}-accuracy-collinear")
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Case]]:
     """Those of the suite whose packs are served side by side."""
+    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
     monkeypatch.setattr(choice, "use_records_beside", lambda r, multiprocessors: not r.packed or r.N <= 32)
     with registered(OP):
         yield [c for c in wide_inference_cases(OP) if len(c.shape.lengths or ()) <= 32]
@@ -203,6 +205,7 @@ def test_every_conformance_case(emulated: list[str], cases: list[Case]) -> None:
 
 
 def records_call(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, **options: Any) -> FormCall:
+    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
     monkeypatch.setattr(choice, "use_records_beside", lambda *given: True)
     call = FormCall("gated_delta", request_of(OP, inputs, **MODEL, **options), inputs)
     assert call.workspace is not None

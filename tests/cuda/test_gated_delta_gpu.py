@@ -21,6 +21,7 @@ OP = "chunk_gated_delta_rule"
 @pytest.fixture(params=[False, True], ids=["one after the other", "side by side"])
 def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether records are made while others are walked, whatever would be chosen."""
+    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
     monkeypatch.setattr(choice, "use_records_beside", lambda *given: request.param)
     return bool(request.param)
 
@@ -103,6 +104,7 @@ def test_records_beside_walks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch
     """As launches one after the other."""
     inputs, found = BESIDE[name](), []
     for used in (False, True):
+        monkeypatch.setattr(choice, "most_cut", lambda count: 0)
         monkeypatch.setattr(choice, "use_records_beside", lambda *given, used=used: used)
         found.append([run(inputs, checkpoint_every=256) for _ in range(5)])
     (want, *_), others = found

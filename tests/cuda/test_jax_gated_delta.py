@@ -43,6 +43,7 @@ def test_results_and_gradients(
     emulated: list[str], from_jax: Device, monkeypatch: pytest.MonkeyPatch, name: str, beside: bool
 ) -> None:
     """Of everything; and where records are made beside walks."""
+    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
     monkeypatch.setattr(choice, "use_records_beside", lambda *given: beside)
     inputs, options = CASES[name]
     x = arrays_of(inputs)

@@ -20,6 +20,6 @@ KDA_KERNEL(THREADS, 1) walk_later_segments(KDA_PARAM GatedDeltaSegmentParams p) 
     wait_for_inputs();
     carry_state<false>(p, x, shared, warp, make_lane(warp, x.part));
   } else {
-    load_forward(p, x, shared, thread_index() - 32 * STATE_WARPS);
+    load_forward(p, WrittenRecords{}, x, shared, thread_index() - 32 * STATE_WARPS);
   }
 }

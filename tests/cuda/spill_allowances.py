@@ -140,7 +140,7 @@ ALLOWED = (
     ),
     Allowance(
         76,
-        "sm_90",
+        "sm_90a",
         "sm90/gated_delta/unit_grads.cu",
         {},
         "two warpgroups of 216 registers leave 72 for the warps that load and finish gates",

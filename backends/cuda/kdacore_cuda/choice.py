@@ -131,11 +131,13 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
 
 
 def _choose_gated_delta(r: Request, multiprocessors: int) -> Choice:
-    if may_save_operands(r):
+    items, most = items_for_choice(r), most_cut(multiprocessors)
+    cut = items <= most
+    if may_save_operands(r) and not cut:  # where it is cut, the backward makes its states in another order
         return Choice("gated_delta", f"disable_recompute, {amount_of(r)}", saves="operands")
-    most = most_cut(multiprocessors)
     why = f"{amount_of(r)} (segments: up to {most} on {multiprocessors} multiprocessors)"
-    return Choice("gated_delta", why, cut=items_for_choice(r) <= most)
+    backward = use_cut_backward(items, multiprocessors)
+    return Choice("gated_delta", why, cut=cut, backward_in_segments=backward)
 
 
 def most_cut(multiprocessors: int) -> int:
@@ -145,6 +147,15 @@ def most_cut(multiprocessors: int) -> int:
     A first and three later segments of 8192 tokens take 64 chunks one after another, in two walks, instead of 128.
     """
     return multiprocessors // 6
+
+
+def use_cut_backward(items: int, multiprocessors: int) -> bool:
+    """Whether long sequences of so many items of the gated delta rule are walked in segments by the backward, too.
+
+    With two blocks for each later segment and direction two such segments find room. Three of 8192 tokens take 86
+    chunks one after another, in two walks, instead of 128.
+    """
+    return 8 * items <= multiprocessors
 
 
 def amount_of(r: Request) -> str:

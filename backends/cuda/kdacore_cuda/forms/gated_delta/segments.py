@@ -75,10 +75,14 @@ def cut_of(r: Request) -> Cut | None:
     return Cut(lengths, segments, chain_blocks(items, multiprocessors) if segments > 2 else 0)
 
 
+def slots_of(r: Request, cut: Cut) -> int:
+    """Places for segments of one value head, unused ones of a pack included."""
+    return r.T // (CHUNK * cut.lengths.first) + r.N if r.packed else r.N * cut.segments
+
+
 def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
     """The numbers of the launches. Adds their arrays to a buffer."""
-    items = r.N * r.HV
-    slots = r.T // (CHUNK * cut.lengths.first) + r.N if r.packed else r.N * cut.segments
+    items, slots = r.N * r.HV, slots_of(r, cut)
     mapped, later = (slots, slots) if r.packed else (r.N * (cut.segments - 2), r.N * (cut.segments - 1))
     stored = slots * r.HV
     flags = FLAGS["EARLY_OUTPUT"] * output_begins_early(cut.chain * items, multiprocessors_of(r))

@@ -389,13 +389,13 @@ def test_the_text_of_the_gated_delta_rule() -> None:
     limit = "(segments: up to 22 on 132 multiprocessors)"
     assert text(gated_delta(32)) == f"gated_delta: 32 heads {limit}{ASSUMED}"
     assert text(gated_delta(8)) == f"gated_delta: 8 heads {limit}, 9 segments{ASSUMED}"
-    assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 2 segments{ASSUMED}"
+    assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 3 segments{ASSUMED}"
     pack = gated_delta(8, packed=True, arrays=("cu_seqlens",), T=4096)
     assert text(pack) == f"gated_delta: 8 heads {limit}, up to 5 segments a sequence{ASSUMED}"
     training = gated_delta(8, needs_grad=True)
     assert text(training) == f"gated_delta: 8 heads {limit}, 9 segments; backward in 5 segments{ASSUMED}"
     short = gated_delta(8, T=2048, needs_grad=True)
-    assert text(short) == f"gated_delta: 8 heads {limit}, 2 segments; backward in one chain per head{ASSUMED}"
+    assert text(short) == f"gated_delta: 8 heads {limit}, 3 segments; backward in one chain per head{ASSUMED}"
     more = gated_delta(17, needs_grad=True)
     assert text(more) == f"gated_delta: 17 heads {limit}, 4 segments; backward in one chain per head{ASSUMED}"
     saving = gated_delta(32, needs_grad=True, disable_recompute=True)

@@ -18,30 +18,22 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK
 from kdacore_cuda.forms.gated_delta.kernels import inner_segments_kernel, outer_segments_kernel
+from kdacore_cuda.forms.gated_delta.segment_lengths import lengths_for
 from kdacore_cuda.forms.gated_delta.segments import Cut, slots_of
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Launch, Value
 
-_REFERENCE_CHUNKS = 128
-_LEAST_FIRST, _LEAST_LATER, _LEAST_LONG = 32, 10, 24
+_LEAST_FIRST = 32
 
 
 def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
-    """How long segments are, for ``items`` sequences and value heads.
+    """Those for ``items`` sequences and value heads: two blocks a segment and direction.
 
-    As long as it takes for all blocks of 8192 tokens to run at once, in both launches: two for each segment and
-    direction, but for a segment at either end. Those of two segments are walked one after the other in either
-    direction, which gains nothing. So the first one has 2048 tokens or more, and calls of so many have no other. The
-    tokens of a call must not decide, as in :func:`kdacore_cuda.forms.segments.segment_lengths.choose_lengths`.
-
-    ``first`` is the least length, by which packs have places in memory; no segment has that place in a sequence.
+    Two segments are walked one after the other in either direction, which gains nothing. So with room for few segments,
+    2048 tokens are one.
     """
-    later = max(1, multiprocessors // (4 * items))
-    first = max(_LEAST_FIRST, -(-_REFERENCE_CHUNKS // (later + 1)))
-    rest = max(_LEAST_LATER, -(-(_REFERENCE_CHUNKS - first) // later))
-    count = -(-(_REFERENCE_CHUNKS - first) // rest)
-    return SegmentLengths(rest, 0, first, 1, rest, count, max(rest, _LEAST_LONG))
+    return lengths_for(max(1, multiprocessors // (4 * items)), first=_LEAST_FIRST)
 
 
 def cut_of(r: Request) -> Cut | None:

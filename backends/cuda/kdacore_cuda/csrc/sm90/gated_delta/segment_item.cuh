@@ -1,7 +1,7 @@
 // A segment of a sequence and value head as the item of a walk. How sequences are cut, and what `maps`, `addends` and
-// `starts` hold: chunk_forward/segments/segment.cuh, with these differences. A sequence's first segment is longer than
-// those behind it, so slots are counted by the shortest length, p.segment, of which there are none (p.first_segments
-// is 0). It has no map: it is walked from the initial state, and its addend is the state at its end, which is the
+// `starts` hold: chunk_forward/segments/segment.cuh, with these differences. Slots are counted by the shortest length,
+// p.segment; where a sequence's first segment is longer than those behind it, none has that place (p.first_segments is 0).
+// The first one has no map: it is walked from the initial state, and its addend is the state at its end, which is the
 // second segment's start, too.
 #pragma once
 

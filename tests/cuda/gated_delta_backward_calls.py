@@ -12,6 +12,7 @@ from cuda_calls import Draw, error, request_of
 from test_gated_delta import OP, draw
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
+from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import backward_launches, gradients, launches
 
 BOUND = 8e-3
@@ -29,6 +30,12 @@ def carry(monkeypatch: pytest.MonkeyPatch, warpgroups: int) -> None:
     """Blocks of so many warpgroups in every walk."""
     for module in (launches, backward_launches):
         monkeypatch.setattr(module, "walk_warpgroups", lambda *given: warpgroups)
+
+
+def leave_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few heads as many: a forward with disable_recompute saves."""
+    monkeypatch.setattr(choice, "most_cut", lambda *given: 0)
+    monkeypatch.setattr(choice, "use_cut_backward", lambda *given: False)
 
 
 def training(inputs: ChunkInputs, **options: Any) -> Request:

@@ -96,8 +96,8 @@ FORMS: dict[str, tuple[Request, str]] = {
         "gated_delta: 32 heads, records beside walks (64 of 132 multiprocessors walk)",
     ),
     "the gated delta rule, no recomputation": (
-        gated_delta(8, disable_recompute=True, needs_grad=True),
-        "gated_delta: disable_recompute, 8 heads",
+        gated_delta(64, disable_recompute=True, needs_grad=True),
+        "gated_delta: disable_recompute, 64 heads",
     ),
     "a stage": (
         dataclasses.replace(call(8), op="kda_recompute_w_u"),
@@ -221,13 +221,14 @@ def test_records_of_the_gated_delta_rule_are_made_beside_walks() -> None:
         n: dataclasses.replace(packed(1, N=n, T=65536), op="chunk_gated_delta_rule") for n in (32, 33)
     }
     assert [beside(r) for r in sequences.values()] == [True, False]
-    saving = gated_delta(8, disable_recompute=True, needs_grad=True)
+    saving = gated_delta(23, disable_recompute=True, needs_grad=True)
     assert not beside(saving)
 
 
-def test_the_gated_delta_rule_saves_operands_with_any_heads() -> None:
+def test_the_gated_delta_rule_saves_operands_where_it_is_not_cut() -> None:
     saving = {"disable_recompute": True, "needs_grad": True}
-    assert [chosen(gated_delta(n, **saving)).saves for n in (1, 64)] == ["operands"] * 2
+    assert [chosen(gated_delta(n, **saving)).saves for n in (1, 22, 23, 64)] == ["", "", *["operands"] * 2]
+    assert chosen(gated_delta(1, batch_invariant=True, **saving)).saves == "operands"
     for change in (
         {"disable_recompute": False},
         {"needs_grad": False},
@@ -416,18 +417,20 @@ def test_the_text_of_the_gated_delta_rule() -> None:
     limit = "(segments: up to 22 on 132 multiprocessors)"
     assert text(gated_delta(64)) == f"gated_delta: 64 heads {limit}{ASSUMED}"
     assert text(gated_delta(8)) == f"gated_delta: 8 heads {limit}, 9 segments{ASSUMED}"
-    assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 2 segments{ASSUMED}"
+    assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 3 segments{ASSUMED}"
     pack = gated_delta(8, packed=True, arrays=("cu_seqlens",), T=4096)
     assert text(pack) == f"gated_delta: 8 heads {limit}, up to 5 segments a sequence{ASSUMED}"
     training = gated_delta(8, needs_grad=True)
-    assert (
-        text(training) == f"gated_delta: 8 heads {limit}, 9 segments; backward in one chain per head{ASSUMED}"
-    )
+    assert text(training) == f"gated_delta: 8 heads {limit}, 9 segments; backward in 5 segments{ASSUMED}"
+    short = gated_delta(8, T=2048, needs_grad=True)
+    assert text(short) == f"gated_delta: 8 heads {limit}, 3 segments; backward in one chain per head{ASSUMED}"
+    more = gated_delta(17, needs_grad=True)
+    assert text(more) == f"gated_delta: 17 heads {limit}, 4 segments; backward in one chain per head{ASSUMED}"
     beside = "gated_delta: 32 heads, records beside walks (64 of 132 multiprocessors walk)"
     assert text(gated_delta(32)) == beside + ASSUMED
-    saving = dataclasses.replace(training, disable_recompute=True)
+    saving = gated_delta(32, needs_grad=True, disable_recompute=True)
     assert text(saving) == (
-        f"gated_delta: disable_recompute, 8 heads; backward from what the forward saves{ASSUMED}"
+        f"gated_delta: disable_recompute, 32 heads; backward from what the forward saves{ASSUMED}"
     )
 
 

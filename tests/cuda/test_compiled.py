@@ -47,12 +47,8 @@ def products(kernel: KernelSource) -> set[str]:
         ),
         WARPGROUP: (
             *("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
-            *(
-                "walk_records.cu",
-                "walk_records_beside.cu",
-                "walk_first_segments.cu",
-                "walk_later_segments.cu",
-            ),
+            *("walk_records.cu", "walk_records_beside.cu", "walk_first_segments.cu"),
+            *("walk_later_segments.cu", "walk_outer_segments.cu", "walk_inner_segments.cu"),
         ),
     }
     return next(({unit} for unit, names in alone.items() if name in names), {WARP, WARPGROUP})
@@ -96,7 +92,9 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     # Output loads at once what was there before the launch ahead of it let it begin, maps the call's values.
     orders = {
         **dict.fromkeys(("walk", "walk_records_beside"), waits_last),
-        **dict.fromkeys(("output", "maps", "walk_later_segments"), waits_before_it_writes),
+        **dict.fromkeys(
+            ("output", "maps", "walk_later_segments", "walk_inner_segments"), waits_before_it_writes
+        ),
     }
     order = orders.get(kernel.entry, waits_first)
     assert order(code)

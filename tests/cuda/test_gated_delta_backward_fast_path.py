@@ -12,6 +12,7 @@ from emulated_backend import NAME, registered
 from gated_delta_backward_calls import (
     EVERY,
     WHOLE,
+    leave_uncut,
     names_of,
     output_grads,
     run,
@@ -26,6 +27,11 @@ from kdacore_cuda.forms.gated_delta import gradients
 from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.fixture(autouse=True)
+def not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_uncut(monkeypatch)
 
 
 def made(

@@ -46,6 +46,7 @@ def same(a: Outputs, b: Outputs) -> bool:
 
 CASES = {
     "one head": lambda: draw(2200, 1, 1),
+    "segments": lambda: draw(9000, 2, 4),
     "batch": lambda: draw(333, 2, 4, B=3),
     "many heads": lambda: draw(500, 4, 80),
     "large decays": lambda: draw(1100, 2, 4, gate="random"),
@@ -77,7 +78,7 @@ def test_every_call_gives_the_same_bits(beside: bool, HV: int) -> None:
 
 
 def test_both_kinds_of_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, found = draw(3000, 8, 16), []
+    inputs, found = draw(3000, 16, 32), []
     for warpgroups in (1, 2):
         monkeypatch.setattr(launches, "walk_warpgroups", lambda *given, count=warpgroups: count)
         found.append(run(inputs))  # each request is planned by itself

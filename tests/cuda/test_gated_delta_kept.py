@@ -13,6 +13,7 @@ from gated_delta_backward_calls import (
     WHOLE,
     carry,
     hold,
+    leave_uncut,
     names_of,
     output_grads,
     pack,
@@ -28,6 +29,11 @@ from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_BYTES
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.fixture(autouse=True)
+def not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_uncut(monkeypatch)
 
 
 @pytest.fixture(params=[1, 2], ids=["half a state a block", "a whole state a block"])

@@ -30,6 +30,9 @@ SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
 """Chunks: two, one, one, then three each."""
 
 
+CHOOSE_LENGTHS = segments.choose_lengths
+
+
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     use_lengths(monkeypatch, SHORT)
@@ -90,6 +93,12 @@ TWO = [name for name in CUT if name != "chain"]
 def test_lengths(emulated: list[str], T: int, names: list[str]) -> None:
     check(draw(T, B=1 + T % 2, seed=T), **MODEL)
     assert names_of(emulated) == names
+
+
+def test_the_lengths_that_calls_have(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "choose_lengths", CHOOSE_LENGTHS)
+    check(draw(2300, HV=1, initial_state=state(1, 1)), 1.0, **MODEL)
+    assert names_of(emulated) == CUT
 
 
 @pytest.mark.parametrize("gate", ["init", "random", "slow", "fast", "spread", "mixed"])
@@ -285,13 +294,12 @@ def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.
 
 @pytest.mark.parametrize("items", range(1, 23))
 def test_lengths_of_segments(monkeypatch: pytest.MonkeyPatch, items: int) -> None:
-    """No segment is shorter than packs have places for; those of 8192 tokens are walked at once, those of 2048 without
-    a map."""
+    """No segment is shorter than packs have places for; those of 8192 tokens are walked at once."""
     monkeypatch.undo()
     lengths = segments.choose_lengths(items, 132)
     found = [lengths.of(i) for i in range(40)]
     assert lengths.first == min(found)
-    assert lengths.segments(32) <= 2
+    assert lengths.segments(32) <= 3
     later = lengths.segments(128) - 1
     assert 2 * items * later <= 132
     assert lengths.segments(sum(found)) == len(found)

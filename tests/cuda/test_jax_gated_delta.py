@@ -17,10 +17,12 @@ from jax_emulation import Device, to_jax
 from test_gated_delta import OP, draw, state
 from test_jax import arrays_of, check, function, ints, normal
 
-from kdacore.types import OutputGrads
+from kdacore.types import ChunkInputs, OutputGrads
 from kdacore_cuda import choice
+from kdacore_cuda.forms.gated_delta import backward_segments, segments
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import gradients as gated_delta_gradients
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 
 CASES = {
     "states": (
@@ -45,7 +47,27 @@ def test_results_and_gradients(
     """Of everything; and where records are made beside walks."""
     monkeypatch.setattr(choice, "most_cut", lambda count: 0)
     monkeypatch.setattr(choice, "use_records_beside", lambda *given: beside)
-    inputs, options = CASES[name]
+    check_launches(emulated, from_jax, *CASES[name])
+    assert any(name.startswith("walk_records_beside") for name in emulated) == beside
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments(
+    emulated: list[str], from_jax: Device, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """The same of calls that are cut."""
+    for module in (segments, backward_segments):
+        monkeypatch.setattr(module, "choose_lengths", lambda *given: SegmentLengths(1, 0, 2, 1, 1, 9, 1))
+    given: dict[str, Any] = {"cu_seqlens": ints(0, 30, 290, 320)} if packed else {}
+    inputs = draw(330, initial_state=state(3 if packed else 1, 2), **given)
+    check_launches(emulated, from_jax, inputs, MODEL | {"output_final_state": True})
+    assert {"walk_later_segments-WARPGROUPS1", "walk_inner_segments-WARPGROUPS1"} < {*emulated}
+
+
+def check_launches(
+    emulated: list[str], from_jax: Device, inputs: ChunkInputs, options: dict[str, Any]
+) -> None:
+    """Results and gradients of everything have the bits of the same calls from torch, by the same launches."""
     x = arrays_of(inputs)
     fixed = {n: a for n, a in x.items() if n == "cu_seqlens"}
     run = function(OP, inputs, options, {})
@@ -66,7 +88,6 @@ def test_results_and_gradients(
     want = on_hopper(gated_delta_gradients.backward)(r, inputs, (), OutputGrads(d_o, d_state))
     check([got.get(n) for n in want._fields], want)
     assert launched == [name.split("-")[0] for name in emulated]
-    assert ("walk_records_beside" in launched) == beside
 
 
 def test_vmap_is_one_call_with_a_larger_batch(from_jax: Device) -> None:

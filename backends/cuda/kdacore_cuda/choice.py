@@ -133,18 +133,19 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
 
 
 def _choose_gated_delta(r: Request, device: Figures) -> Choice:
-    amount, count = amount_of(r), device.multiprocessors
-    if may_save_operands(r):
-        return Choice("gated_delta", f"disable_recompute, {amount}", saves="operands")
+    amount, count, items = amount_of(r), device.multiprocessors, items_for_choice(r)
     most = most_cut(count)
-    if items_for_choice(r) <= most:
-        return Choice(
-            "gated_delta", f"{amount} (segments: up to {most} on {count} multiprocessors)", cut=True
-        )
+    if (
+        may_save_operands(r) and items > most
+    ):  # where it is cut, the backward makes its states in another order
+        return Choice("gated_delta", f"disable_recompute, {amount}", saves="operands")
+    why = f"{amount} (segments: up to {most} on {count} multiprocessors)"
+    if items <= most:
+        return Choice("gated_delta", why, cut=True, backward_in_segments=use_cut_backward(items, count))
     if use_records_beside(r, count):
         walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
         return Choice("gated_delta", f"{amount}, records beside walks ({walking})", beside=True)
-    return Choice("gated_delta", f"{amount} (segments: up to {most} on {count} multiprocessors)")
+    return Choice("gated_delta", why)
 
 
 def most_cut(multiprocessors: int) -> int:
@@ -154,6 +155,15 @@ def most_cut(multiprocessors: int) -> int:
     A first and three later segments of 8192 tokens take 64 chunks one after another, in two walks, instead of 128.
     """
     return multiprocessors // 6
+
+
+def use_cut_backward(items: int, multiprocessors: int) -> bool:
+    """Whether long sequences of so many items of the gated delta rule are walked in segments by the backward, too.
+
+    With two blocks for each later segment and direction two such segments find room. Three of 8192 tokens take 86
+    chunks one after another, in two walks, instead of 128.
+    """
+    return 8 * items <= multiprocessors
 
 
 def amount_of(r: Request) -> str:

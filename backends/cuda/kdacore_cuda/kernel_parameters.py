@@ -255,8 +255,15 @@ GATED_DELTA_SEGMENTS = ParamStruct(
     (*GATED_DELTA_MAPS.fields, *GATED_DELTA.fields, *CUT.fields),
     (GATED_DELTA_MAPS, GATED_DELTA, CUT),
 )
+GATED_DELTA_BACKWARD_MAPS = ParamStruct("GatedDeltaBackwardMaps", _fields("ptr", "maps starts ends"))
+GATED_DELTA_BACKWARD_SEGMENTS = ParamStruct(
+    "GatedDeltaBackwardSegmentParams",
+    (*GATED_DELTA_BACKWARD_MAPS.fields, *GATED_DELTA_BACKWARD.fields, *CUT.fields),
+    (GATED_DELTA_BACKWARD_MAPS, GATED_DELTA_BACKWARD, CUT),
+)
 """Parameters of the launches that walk segments: those of the forward, :data:`SEGMENTS`'s ``maps``, ``addends`` and
-``starts``, and how a sequence is cut."""
+``starts``, and how a sequence is cut; or those of the backward, and :data:`CHUNK_BACKWARD`'s ``maps``, ``starts`` and
+``ends``."""
 
 CHECKPOINT_TAIL = ParamStruct(
     "CheckpointTailParams",
@@ -348,6 +355,10 @@ def generated_headers() -> Mapping[str, str]:
         + RECORD_FLAGS.header()
         + GATED_DELTA_BESIDE.header()
         + f"constexpr int ORDERED_SEQUENCES = {ORDERED_SEQUENCES};\n",
+        "gated_delta_backward_segment_params": '#include "generated/gated_delta_backward_params.cuh"\n'
+        + '#include "generated/gated_delta_segment_params.cuh"\n'
+        + GATED_DELTA_BACKWARD_MAPS.header()
+        + GATED_DELTA_BACKWARD_SEGMENTS.header(),
         "walk_params": WALK.header(),
         "checkpoint_tail_params": CHECKPOINT_TAIL.header(),
         "steps": f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"

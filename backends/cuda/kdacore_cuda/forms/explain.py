@@ -7,6 +7,7 @@ from kdacore_cuda.architectures import HOPPER
 from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_whole
 from kdacore_cuda.fitted_head_dims import blocks_of, fitted_request, is_fitted
 from kdacore_cuda.forms.choice_on_device import figures_of
+from kdacore_cuda.forms.gated_delta.backward_segments import choose_lengths as backward_lengths
 from kdacore_cuda.forms.gated_delta.segments import choose_lengths as choose_gated_delta_lengths
 from kdacore_cuda.forms.segments.segment_lengths import (
     SegmentLengths,
@@ -64,8 +65,7 @@ def _text(r: Request, device: Figures, choice: Choice) -> str:
     parts = [f"{choice.form}: {choice.why}"]
     if choice.form == "segments" or choice.cut:
         count = _lengths(r, device.multiprocessors, choice).segments(-(-r.T // CHUNK))
-        segments = f"{count} segment{'s' if count != 1 else ''}"
-        parts.append(f"up to {segments} a sequence" if r.packed else segments)
+        parts.append(_segments(r, count))
     clusters = choice.clusters
     if clusters is not None and clusters.size > 1:
         parts.append(f"clusters of {clusters.size}")
@@ -73,7 +73,16 @@ def _text(r: Request, device: Figures, choice: Choice) -> str:
         parts += [f"{clusters.preparing} more prepare"] if clusters.preparing else []
         parts += ["many short sequences"] if clusters.many_short else []
     text = ", ".join(parts)
-    return f"{text}; backward {_backward(r, choice)}" if r.op.startswith("chunk_") and r.needs_grad else text
+    return (
+        f"{text}; backward {_backward(r, device.multiprocessors, choice)}"
+        if r.op.startswith("chunk_") and r.needs_grad
+        else text
+    )
+
+
+def _segments(r: Request, count: int) -> str:
+    segments = f"{count} segment{'s' if count != 1 else ''}"
+    return f"up to {segments} a sequence" if r.packed else segments
 
 
 def _lengths(r: Request, multiprocessors: int, choice: Choice) -> SegmentLengths:
@@ -82,9 +91,12 @@ def _lengths(r: Request, multiprocessors: int, choice: Choice) -> SegmentLengths
     return choose_lengths(r.N * r.HV, multiprocessors, r.packed)
 
 
-def _backward(r: Request, choice: Choice) -> str:
+def _backward(r: Request, multiprocessors: int, choice: Choice) -> str:
     if choice.saves:
         return {"operands": "from what the forward saves", "maps": "from the maps of segments"}[choice.saves]
+    if choice.backward_in_segments and r.scalar_gate:
+        count = backward_lengths(r.N * r.HV, multiprocessors).segments(-(-r.T // CHUNK))
+        return f"in {_segments(r, count)}" if count > 1 else "in one chain per head"
     if choice.backward_in_segments:
         return f"in segments of {backward_segment_chunks(r.N * r.HV)} chunks"
     return "in one chain per head"

@@ -17,6 +17,7 @@ AHEAD: Mapping[str, frozenset[str]] = {
     "walk": frozenset({"prepare_units"}),
     "walk_later_segments": frozenset({"walk_first_segments", "chain"}),
     "walk_records_beside": frozenset({"chunk_records_beside"}),
+    "walk_inner_segments": frozenset({"walk_outer_segments", "segment_chain"}),
 }
 """Entry of a kernel that reads before it waits -> entries of those that may be launched right before it. ``output``
 waits first where sequences have one segment."""

@@ -3,7 +3,8 @@
 Everything is recomputed from the inputs, where the forward has saved nothing
 (:mod:`kdacore_cuda.forms.gated_delta.workspace`): records of all chunks; then the walks, states forward and their
 gradients in reverse, side by side in one grid; then grads (every input gradient of each chunk but that of v, which
-the walk in reverse has written and grads reads), and sums over chunks. As dv is written that early, all launches are
+the walk in reverse has written and grads reads), and sums over chunks. With few heads the walks are cut
+(:mod:`kdacore_cuda.forms.gated_delta.backward_segments`). As dv is written that early, all launches are
 one group, and memory of all gradients is taken before it.
 """
 
@@ -16,6 +17,7 @@ from kdacore_cuda.forms.backward.kernels import walk_warpgroups
 from kdacore_cuda.forms.backward.launches import GRADIENTS, INPUTS
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
+from kdacore_cuda.forms.gated_delta.backward_segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.kernels import (
     backward_walk_kernel,
     grads_kernel,
@@ -73,7 +75,11 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
         "A_type": type_code(r, "A_log"),
         "zeroed_bytes": zeroed.bytes,
     }
-    program = _program(numbers, warpgroups, bool(saved), unwanted, parts, sums_to_caller, r.packed)
+    cut = None if saved else cut_of(r)
+    if cut is not None:
+        numbers |= numbers_of(r, cut, workspace)
+    walk = (True, cut.chain) if cut else (False, warpgroups)
+    program = _program(numbers, walk, bool(saved), unwanted, parts, sums_to_caller, r.packed)
     buffers = {"workspace": workspace.bytes, "second": second.bytes, "zeroed": zeroed.bytes}
     return Launches(program, numbers, arch_of(r), buffers)
 
@@ -87,14 +93,15 @@ def _gradient_bytes(r: Request, name: str) -> int:
 @made_once
 def _program(
     numbers: Iterable[str],
-    warpgroups: int,
+    walk: tuple[bool, int],
     saved: bool,
     unwanted: tuple[str, ...],
     parts: tuple[str, ...],
     sums_to_caller: bool,
     packed: bool,
 ) -> Program:
-    """``unwanted``: tokens whose gradients nobody takes; ``parts``: those of :data:`_PARTS` whose sums are wanted."""
+    """``walk``: whether walks are cut into segments, and then blocks a state of the chain, else warpgroups of a block.
+    ``unwanted``: tokens whose gradients nobody takes; ``parts``: those of :data:`_PARTS` whose sums are wanted."""
     fields: dict[str, Value] = {
         name: ("saved" if saved and name in SAVED else "workspace", f"{name}_at") for name in UNIT_BYTES
     }
@@ -109,7 +116,11 @@ def _program(
     if not saved:
         records: dict[str, Value] = {"records": fields["records"]}
         steps.append(Launch("records", records_kernel(), "record_blocks", records))
-    steps.append(Launch("walks", backward_walk_kernel(warpgroups, not saved), "walk_blocks", fields))
+    cut, size = walk
+    if cut:
+        steps += steps_of(fields, size)
+    else:
+        steps.append(Launch("walks", backward_walk_kernel(size, not saved), "walk_blocks", fields))
     steps.append(Launch("grads", grads_kernel(), "grads_blocks", fields))
     if parts and not sums_to_caller:
         absent: dict[str, Value] = {}

@@ -8,6 +8,7 @@ from kdacore_cuda.kernel_parameters import (
     GATED_DELTA,
     GATED_DELTA_BACKWARD,
     GATED_DELTA_BESIDE,
+    GATED_DELTA_BACKWARD_SEGMENTS,
     GATED_DELTA_SEGMENTS,
     SUMS,
 )
@@ -71,6 +72,19 @@ def first_segments_kernel() -> Kernel:
 def later_segments_kernel() -> Kernel:
     """All other segments, walked from their starts: two blocks each."""
     return make_kernel(f"{_SOURCES}/walk_later_segments", GATED_DELTA_SEGMENTS, WARPGROUPS=1)
+
+
+@cache
+def outer_segments_kernel() -> Kernel:
+    """What a backward keeps of every sequence's first segment, the gradients of every last one, and the maps of those
+    between, of states and of gradients: two blocks each."""
+    return make_kernel(f"{_SOURCES}/walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, WARPGROUPS=1)
+
+
+@cache
+def inner_segments_kernel() -> Kernel:
+    """What a backward keeps of all other segments, and the gradients of all but the last: two blocks each."""
+    return make_kernel(f"{_SOURCES}/walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, WARPGROUPS=1)
 
 
 @cache

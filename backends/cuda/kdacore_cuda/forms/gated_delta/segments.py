@@ -16,6 +16,7 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
 from kdacore_cuda.forms.gated_delta.kernels import first_segments_kernel, later_segments_kernel
+from kdacore_cuda.forms.gated_delta.segment_lengths import lengths_for
 from kdacore_cuda.forms.launches import arguments_of
 from kdacore_cuda.forms.segments.kernels import chain_kernel, output_begins_early
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
@@ -24,33 +25,14 @@ from kdacore_cuda.kernel_parameters import FLAGS, SEGMENTS
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Launch, Value
 
-_REFERENCE_CHUNKS = 128
-_LEAST_TWO, _LEAST_LATER, _LEAST_LONG = 32, 10, 24
-
 
 def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
-    """How long segments are, for ``items`` sequences and value heads.
+    """Those for ``items`` sequences and value heads: two blocks a segment.
 
-    As long as it takes for all blocks of 8192 tokens to run at once: two for each later segment, in both walks. The
-    first segment is walked while maps of the later ones are made, so calls of two segments have neither maps nor a
-    chain: the two take as long as one walk over both, and a launch more. The first one is as much longer than the
-    others as it takes for those of 2048 tokens to have no more. Shorter segments leave more maps to chain, each for
-    most of the time of a chunk. Behind 8192 tokens there are blocks enough. The tokens of a call must not decide, as in
-    :func:`kdacore_cuda.forms.segments.segment_lengths.choose_lengths`.
-
-    ``first`` is the least length, by which packs have places in memory; no segment has that place in a sequence.
+    The first segment is walked while maps of the later ones are made, so calls of two segments have neither maps nor a
+    chain, and take as long as one walk over both, and a launch more.
     """
-    later = max(1, multiprocessors // (2 * items))
-
-    def length_behind(first: int) -> int:
-        return max(_LEAST_LATER, -(-(_REFERENCE_CHUNKS - first) // later))
-
-    first = -(-_REFERENCE_CHUNKS // (later + 1))
-    while first + length_behind(first) < _LEAST_TWO:
-        first += 1
-    rest = length_behind(first)
-    count = -(-(_REFERENCE_CHUNKS - first) // rest)
-    return SegmentLengths(rest, 0, first, 1, rest, count, max(rest, _LEAST_LONG))
+    return lengths_for(max(1, multiprocessors // (2 * items)), first=1)
 
 
 class Cut(NamedTuple):
@@ -75,10 +57,14 @@ def cut_of(r: Request) -> Cut | None:
     return Cut(lengths, segments, chain_blocks(items, multiprocessors) if segments > 2 else 0)
 
 
+def slots_of(r: Request, cut: Cut) -> int:
+    """Places for segments of one value head, unused ones of a pack included."""
+    return r.T // (CHUNK * cut.lengths.first) + r.N if r.packed else r.N * cut.segments
+
+
 def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
     """The numbers of the launches. Adds their arrays to a buffer."""
-    items = r.N * r.HV
-    slots = r.T // (CHUNK * cut.lengths.first) + r.N if r.packed else r.N * cut.segments
+    items, slots = r.N * r.HV, slots_of(r, cut)
     mapped, later = (slots, slots) if r.packed else (r.N * (cut.segments - 2), r.N * (cut.segments - 1))
     stored = slots * r.HV
     flags = FLAGS["EARLY_OUTPUT"] * output_begins_early(cut.chain * items, multiprocessors_of(r))

@@ -1,16 +1,13 @@
 // A segment of a sequence and value head as the item of a walk. How sequences are cut, and what `maps`, `addends` and
-// `starts` hold: chunk_forward/segments/segment.cuh, with these differences. A sequence's first segment is longer than
-// those behind it, so slots are counted by the shortest length, p.segment, of which there are none (p.first_segments
-// is 0). It has no map: it is walked from the initial state, and its addend is the state at its end, which is the
+// `starts` hold: chunk_forward/segments/segment.cuh, with these differences. Slots are counted by the shortest length,
+// p.segment; where a sequence's first segment is longer than those behind it, none has that place (p.first_segments is 0).
+// The first one has no map: it is walked from the initial state, and its addend is the state at its end, which is the
 // second segment's start, too.
-//
-// The block of the segment before writes the checkpoint at a border, as the state at its end is that of a call which
-// ends there.
 #pragma once
 
 #include "generated/gated_delta_segment_params.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
-#include "sm90/gated_delta/walk_forward.cuh"
+#include "sm90/gated_delta/walk_block.cuh"
 
 __device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaSegmentParams& p, int n) {
   return find_read_sequence(static_cast<const GatedDeltaParams&>(p), n);
@@ -19,10 +16,10 @@ __device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaSegmentPa
 struct SegmentItem : Item {  // `s`: the segment, but its length reaches to the sequence's end
   int index, begin;          // among the sequence's segments; its first chunk
   bool last;
-  long long place;  // in maps, addends and starts
+  long long place;  // in maps, and in float states of segments
 };
-__device__ __forceinline__ SegmentItem segment_item(const GatedDeltaSegmentParams& p, int n, int index,
-                                                    int hv, int part) {
+template <class Params>
+__device__ __forceinline__ SegmentItem segment_item(const Params& p, int n, int index, int hv, int part) {
   const Segment x = find_segment(p, n, index, hv);
   SegmentItem item;
   item.s = x.s;
@@ -35,12 +32,13 @@ __device__ __forceinline__ SegmentItem segment_item(const GatedDeltaSegmentParam
   item.last = x.last(), item.place = x.place;
   return item;
 }
-// Of the `block`-th among the blocks of a grid that has those of later segments. Dense sequences: the last ones come
-// first, as they are the longest; `left_out` segments at their ends have no blocks.
-__device__ __forceinline__ SegmentItem find_later(const GatedDeltaSegmentParams& p, int block, int left_out) {
+// Of the `block`-th among blocks that have segments, two each and value head. Packs: those of all slots. Dense sequences:
+// from the last segment on, without the `behind` last ones, towards the first. The last ones are the longest.
+template <class Params>
+__device__ __forceinline__ SegmentItem find_later(const Params& p, int block, int behind) {
   const int m = block / PARTS, slot = m / p.HV, hv = m - slot * p.HV;
   int j = opaque(slot / p.N), n = slot - j * p.N;
-  j = p.segments - 1 - left_out - j;
+  j = p.segments - 1 - behind - j;
   if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   return segment_item(p, n, j, hv, block % PARTS);
 }
@@ -48,29 +46,14 @@ __device__ __forceinline__ SegmentItem find_later(const GatedDeltaSegmentParams&
 __device__ __forceinline__ u64 full_state_at(u64 states, long long place) {
   return states + place * FULL_STATE_BYTES;
 }
-__device__ __forceinline__ void begin_state(State& state, const GatedDeltaSegmentParams& p,
-                                            const SegmentItem& item, int row, const Lane& l) {
-  // Opaque: where the state came from one of these alone, the assembler would make the loop over chunks wait for
-  // products before it scales the state.
-  if (opaque(item.index))
-    read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
-  else
-    read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
-}
-__device__ __forceinline__ CheckpointsBefore checkpoints_before(const SegmentItem& item, int every) {
-  if (!item.begin) return {0, 0};
-  const int rows = item.begin / every + 1;
-  return {rows, rows * every - item.begin};
-}
-__device__ __forceinline__ void end_state(State& state, const GatedDeltaSegmentParams& p,
-                                          const SegmentItem& item, u64 checkpoint, int row, const Lane& l) {
-  if (item.last) {
-    if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
-      write_state(state, row, l.t, final, p.flags);
-    return;
+
+// For a state that a loop over chunks begins with. Unless it is made of bits, the assembler lets the loop wait for all
+// products before the state is scaled.
+__device__ __forceinline__ void make_opaque(State& state) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      state.s[j][e] = __uint_as_float((u32)opaque((int)__float_as_uint(state.s[j][e])));
   }
-  if (checkpoint) write_state(state, row, l.t, checkpoint, p.flags);
-  if (item.index) return;
-  write_pairs(state.s, row, 2 * l.t, full_state_at(p.addends, item.place));
-  write_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place + p.HV));
 }

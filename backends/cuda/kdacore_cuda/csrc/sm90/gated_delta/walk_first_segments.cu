@@ -8,6 +8,7 @@
 //
 // Macros from the host: WARPGROUPS, 1.
 #include "sm90/gated_delta/walk_map.cuh"
+#include "sm90/gated_delta/walk_segment.cuh"
 
 static_assert(WARPGROUPS == 1, "a map has 64 rows a block");
 constexpr u32 WALK_MEMORY = sizeof(ForwardMemory<false>);
@@ -34,14 +35,14 @@ KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   else
     make_forward_barriers(shared);
   wait_for_inputs();
-  launch_dependents();  // they wait for this launch as a whole, but for records
+  launch_dependents();  // the next launch waits for all of this one, and first loads what is older
   if (warp < STATE_WARPS) {
     const SegmentItem x = maps ? find_mapped(p, block) : find_first(p, block);
     const Lane l = make_lane(warp, x.part);
     if (!maps)
       carry_state<false>(p, x, shared, warp, l);
     else if (x.s.chunks)
-      carry_map(p, x, shared, l);
+      carry_map(x, p.maps + x.place * MAP_BYTES, full_state_at(p.addends, x.place), shared, l);
     return;
   }
   const int thread = thread_index() - 32 * STATE_WARPS;

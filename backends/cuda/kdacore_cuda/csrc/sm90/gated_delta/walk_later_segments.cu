@@ -5,7 +5,7 @@
 // do not wait for the launch ahead: records are older, as it has waited for the one that made them.
 //
 // Macros from the host: WARPGROUPS, 1.
-#include "sm90/gated_delta/segment_item.cuh"
+#include "sm90/gated_delta/walk_segment.cuh"
 
 KDA_SHARED_BYTES(sizeof(ForwardMemory<false>));
 

@@ -13,6 +13,9 @@
 
 #include "sm90/chunk_forward/segments/transposed_map.cuh"
 #include "sm90/gated_delta/segment_item.cuh"
+#include "sm90/gated_delta/walk_factors.cuh"
+#include "sm90/gated_delta/walk_loads.cuh"
+#include "sm90/ring.cuh"
 
 constexpr int MAP_STAGES = 4;
 struct alignas(1024) MapStage {
@@ -27,7 +30,7 @@ struct MapMemory {
 };
 using MapRing = Ring<MAP_STAGES, 0, sizeof(MapStage), OFFSET(MapStage, barriers), 8 * MAP_STAGES>;
 
-__device__ __forceinline__ void load_map(const GatedDeltaSegmentParams& p, const SegmentItem& x, u32 shared,
+__device__ __forceinline__ void load_map(const GatedDeltaParams& p, const SegmentItem& x, u32 shared,
                                          int thread) {
   const int last = x.s.chunks - 1;
   auto k = key_source(p, x, divide(x.hv, p.group_factor, p.group_shift), thread);
@@ -58,10 +61,12 @@ __device__ __forceinline__ void add_values(State& b, const TokenOperand& w, u32 
   warpgroup_commit();
 }
 
-__device__ __forceinline__ void carry_map(const GatedDeltaSegmentParams& p, const SegmentItem& item,
-                                          u32 shared, const Lane& l) {
+// A belongs at `map`, B at `addend`.
+__device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 addend, u32 shared,
+                                          const Lane& l) {
   State a, b = {};  // rows of A^T and B^T
   unit_state(a, l.row + l.g, l.t);
+  make_opaque(a);
   Operand left;
   pack_state(left, a);
   TokenOperand values = {};  // W of the chunk before
@@ -124,7 +129,7 @@ __device__ __forceinline__ void carry_map(const GatedDeltaSegmentParams& p, cons
   warpgroup_wait<0>();
   fence_registers(b.s);
   // No stage is in use any more.
-  store_transposed_map(a, p.maps + item.place * MAP_BYTES, item.part, shared + OFFSET(MapStage, k), l);
-  write_transposed_pairs(b.s, l, full_state_at(p.addends, item.place));
+  store_transposed_map(a, map, item.part, shared + OFFSET(MapStage, k), l);
+  write_transposed_pairs(b.s, l, addend);
   if (thread_index() == 0) copy_out_wait_read<0>();
 }

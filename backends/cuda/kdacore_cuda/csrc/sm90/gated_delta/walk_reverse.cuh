@@ -76,11 +76,23 @@ __device__ __forceinline__ u64 state_grad_at(const GatedDeltaBackwardParams& p, 
   return states ? state_at(p, states, item.n, (long long)p.HV * (K * V), item.hv, K * V) : 0;
 }
 
-__device__ __forceinline__ void carry_state_grad(const GatedDeltaBackwardParams& p, const Item& item,
-                                                 u32 shared, int warp, const Lane& l) {
+// Where a walk begins and ends, of a whole sequence; walk_backward_segment.cuh has the same of a segment.
+__device__ __forceinline__ void begin_grad(State& state, const GatedDeltaBackwardParams& p, const Item& item,
+                                           int row, const Lane& l) {
+  read_state(state, row, l.t, state_grad_at(p, p.d_ht, item), p.flags);
+}
+__device__ __forceinline__ void end_grad(State& state, const GatedDeltaBackwardParams& p, const Item& item,
+                                         int row, const Lane& l) {
+  if (const u64 initial = state_grad_at(p, p.d_h0, item)) write_state(state, row, l.t, initial, p.flags);
+}
+
+// STORES: dv, and the gradient at each chunk's end. Else the gradient at the walk's end is all that is wanted.
+template <bool STORES = true, class Params, class Walked>
+__device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& item, u32 shared, int warp,
+                                                 const Lane& l) {
   const int row = l.row + l.g, last_chunk = item.s.chunks - 1;
   State state;  // R
-  read_state(state, row, l.t, state_grad_at(p, p.d_ht, item), p.flags);
+  begin_grad(state, p, item, row, l);
   if (item.s.chunks) {
     Operand r;
     pack_state(r, state);
@@ -123,7 +135,7 @@ __device__ __forceinline__ void carry_state_grad(const GatedDeltaBackwardParams&
       for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, d_o.a[kk], over_tokens(over_q, kk), 1);
       warpgroup_commit();
       end_basic_block(ring);
-      store_state_rows(r, staging, image, l);
+      if constexpr (STORES) store_state_rows(r, staging, image, l);
       const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
       warpgroup_wait<1>();
       fence_registers(by_keys);
@@ -160,7 +172,7 @@ __device__ __forceinline__ void carry_state_grad(const GatedDeltaBackwardParams&
       warpgroup_fence();
       multiply_output_grads(du, d_o, before.stage());
       end_basic_block(before);
-      store_tokens(dv, staging, to, tokens, l);
+      if constexpr (STORES) store_tokens(dv, staging, to, tokens, l);
       warpgroup_wait<1>();
       fence_registers(state.s);
       pack_state(r, state);
@@ -175,5 +187,5 @@ __device__ __forceinline__ void carry_state_grad(const GatedDeltaBackwardParams&
       tokens = C;
     }
   }
-  if (const u64 initial = state_grad_at(p, p.d_h0, item)) write_state(state, row, l.t, initial, p.flags);
+  end_grad(state, p, item, row, l);
 }

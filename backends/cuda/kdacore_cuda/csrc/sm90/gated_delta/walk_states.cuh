@@ -46,10 +46,19 @@ __device__ __forceinline__ void load_states(const GatedDeltaBackwardParams& p, c
   });
 }
 
-__device__ __forceinline__ void carry_state_alone(const GatedDeltaBackwardParams& p, const Item& item,
-                                                  u32 shared, int warp, const Lane& l) {
+// Where a walk begins and ends, of a whole sequence; walk_backward_segment.cuh has the same of a segment.
+__device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwardParams& p, const Item& item,
+                                            int row, const Lane& l) {
+  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+}
+__device__ __forceinline__ void end_alone(State&, const GatedDeltaBackwardParams&, const Item&, int,
+                                          const Lane&) {}
+
+template <class Params, class Walked>
+__device__ __forceinline__ void carry_state_alone(const Params& p, const Walked& item, u32 shared, int warp,
+                                                  const Lane& l) {
   State state;
-  read_state(state, l.row + l.g, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  begin_alone(state, p, item, l.row + l.g, l);
   const u32 staging = shared + OFFSET(StatesMemory, staging) + warp * (u32)sizeof(WarpStaging);
   const long long unit = (long long)item.s.slot * p.HV + item.hv;
   OutputPlace to = u_place(u_at(p, unit), l);
@@ -108,4 +117,5 @@ __device__ __forceinline__ void carry_state_alone(const GatedDeltaBackwardParams
     to.at += (long long)p.HV * TILE_BYTES;
     image += (u64)p.HV * STATE_BYTES;
   }
+  end_alone(state, p, item, l.row + l.g, l);
 }

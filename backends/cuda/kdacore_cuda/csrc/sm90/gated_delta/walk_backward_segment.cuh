@@ -1,0 +1,60 @@
+// Where the backward's walks of a segment begin and end: what walk_reverse.cuh and walk_states.cuh have of a whole
+// sequence. `maps`, `starts` and `ends`: chunk_backward/segments.cuh, with the segments of segment_item.cuh; a sequence's
+// first and last segment have no map.
+#pragma once
+
+#include "generated/gated_delta_backward_segment_params.cuh"
+#include "sm90/gated_delta/segment_item.cuh"
+#include "sm90/gated_delta/walk_reverse.cuh"
+#include "sm90/gated_delta/walk_states.cuh"
+
+__device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaBackwardSegmentParams& p, int n) {
+  return find_read_sequence(static_cast<const GatedDeltaParams&>(p), n);
+}
+
+__device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwardSegmentParams& p,
+                                            const SegmentItem& item, int row, const Lane& l) {
+  if (item.index)
+    read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
+  else
+    read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  make_opaque(state);
+}
+__device__ __forceinline__ void end_alone(State& state, const GatedDeltaBackwardSegmentParams& p,
+                                          const SegmentItem& item, int row, const Lane& l) {
+  if (!item.index && !item.last)
+    write_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place + p.HV));
+}
+
+__device__ __forceinline__ void begin_grad(State& state, const GatedDeltaBackwardSegmentParams& p,
+                                           const SegmentItem& item, int row, const Lane& l) {
+  if (item.last)
+    read_state(state, row, l.t, state_grad_at(p, p.d_ht, item), p.flags);
+  else
+    read_pairs(state.s, row, 2 * l.t, full_state_at(p.ends, item.place));
+  make_opaque(state);
+}
+__device__ __forceinline__ void write_grad_before(State& state, const GatedDeltaBackwardSegmentParams& p,
+                                                  const SegmentItem& item, int row, const Lane& l) {
+  write_pairs(state.s, row, 2 * l.t, full_state_at(p.ends, item.place - p.HV));
+}
+__device__ __forceinline__ void end_grad(State& state, const GatedDeltaBackwardSegmentParams& p,
+                                         const SegmentItem& item, int row, const Lane& l) {
+  if (item.index) {
+    if (item.last) write_grad_before(state, p, item, row, l);
+  } else if (const u64 initial = state_grad_at(p, p.d_h0, item)) {
+    write_state(state, row, l.t, initial, p.flags);
+  }
+}
+
+// The gradient at a segment's start from zero at its end.
+struct GradMap : SegmentItem {};
+__device__ __forceinline__ void begin_grad(State& state, const GatedDeltaBackwardSegmentParams&,
+                                           const GradMap&, int, const Lane&) {
+  state = {};
+  make_opaque(state);
+}
+__device__ __forceinline__ void end_grad(State& state, const GatedDeltaBackwardSegmentParams& p,
+                                         const GradMap& item, int row, const Lane& l) {
+  write_grad_before(state, p, item, row, l);
+}

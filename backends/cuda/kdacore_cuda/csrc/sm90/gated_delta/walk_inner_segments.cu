@@ -1,0 +1,38 @@
+// The gated delta rule's backward with few heads on Hopper, fourth of five launches: every segment but a sequence's last
+// in reverse from the gradient at its end, every one but the first forward from the state at its start.
+//
+// Grid: two blocks for each segment, value head and direction, with half of the value rows each. Those in reverse come
+// first, as they take longer. Warps: walk_block.cuh. Those that load do not wait for the launch ahead: records are older, as
+// it has waited for the one that made them.
+//
+// Macros from the host: WARPGROUPS, 1.
+#include "sm90/gated_delta/walk_backward_segment.cuh"
+
+KDA_SHARED_BYTES(sizeof(ReverseMemory) > sizeof(StatesMemory) ? sizeof(ReverseMemory) : sizeof(StatesMemory));
+
+KDA_KERNEL(THREADS, 1) walk_inner_segments(KDA_PARAM GatedDeltaBackwardSegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  const int warp = uniform(thread_index() >> 5), each = grid_blocks() / 2, block = opaque(block_index());
+  const bool reverse = block < each;
+  const SegmentItem x = find_later(p, reverse ? block : block - each, reverse);
+  if (!x.s.chunks || (reverse ? x.last : !x.index)) return wait_for_inputs();
+  if (reverse)
+    make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+  else
+    make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+  if (warp < STATE_WARPS) {
+    wait_for_inputs();
+    const Lane l = make_lane(warp, x.part);
+    if (reverse)
+      carry_state_grad(p, x, shared, warp, l);
+    else
+      carry_state_alone(p, x, shared, warp, l);
+  } else {
+    const int thread = thread_index() - 32 * STATE_WARPS;
+    if (reverse)
+      load_reverse(p, x, shared, thread);
+    else
+      load_states(p, x, shared, thread);
+  }
+}

@@ -1,0 +1,80 @@
+// The gated delta rule's backward with few heads on Hopper, second of five launches. Sequences are cut into segments
+// (segment_item.cuh), and walks leave what walk_backward.cu's do. Here each sequence's first segment is walked forward, its
+// last one in reverse, and of those between maps are made: how each changes the state, and its gradient. The next
+// launch, chunk_backward/segment_chain.cu, finds the states at segments' starts and their gradients at segments' ends.
+//
+// Grid: two blocks for each of four walks. Of a sequence and value head: in reverse over the last segment; forward over
+// the first. Of a segment with maps and value head: in reverse from a gradient of zero; from its last chunk to its first
+// for the map of the state. Warps: walk_block.cuh.
+//
+// Macros from the host: WARPGROUPS, 1.
+#include "sm90/gated_delta/walk_backward_segment.cuh"
+#include "sm90/gated_delta/walk_map.cuh"
+
+static_assert(WARPGROUPS == 1, "a map has 64 rows a block");
+constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
+KDA_SHARED_BYTES(larger(larger(sizeof(ReverseMemory), sizeof(StatesMemory)), sizeof(MapMemory)));
+
+enum Role { LAST, FIRST, GRAD_MAP, MAP };
+struct Work {
+  Role role;
+  SegmentItem x;
+};
+__device__ __forceinline__ Work find_work(const GatedDeltaBackwardSegmentParams& p) {
+  const int walks = PARTS * p.N * p.HV, each = (grid_blocks() - 2 * walks) / 2;
+  int block = opaque(block_index());
+  Work work;
+  if (block < 2 * walks) {
+    work.role = block < walks ? LAST : FIRST;
+    block -= block < walks ? 0 : walks;
+    const int item = block / PARTS, n = item / p.HV;
+    const int segments = work.role == LAST ? segments_in(p, find_read_sequence(p, n).chunks) : 1;
+    work.x = segment_item(p, n, segments ? segments - 1 : 0, item - n * p.HV, block % PARTS);
+    return work;
+  }
+  block -= 2 * walks;
+  work.role = block < each ? GRAD_MAP : MAP;
+  work.x = find_later(p, block < each ? block : block - each, 1);
+  if (!work.x.index || work.x.last) work.x.s.chunks = 0;  // it has no maps
+  return work;
+}
+
+__device__ __forceinline__ void make_barriers(Role role, u32 shared) {
+  if (role == MAP)
+    make_ring_barriers<MAP_STAGES>(shared + OFFSET(MapStage, barriers));
+  else if (role == FIRST)
+    make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+  else
+    make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+}
+
+KDA_KERNEL(THREADS, 1) walk_outer_segments(KDA_PARAM GatedDeltaBackwardSegmentParams p) {
+  KDA_SHARED(memory);
+  const u32 shared = shared_address(memory);
+  wait_for_inputs();
+  launch_dependents();  // the next launch waits for all of this one, and first loads what is older
+  const int warp = uniform(thread_index() >> 5);
+  const Work work = find_work(p);
+  const SegmentItem& x = work.x;
+  if (work.role >= GRAD_MAP && !x.s.chunks) return;
+  make_barriers(work.role, shared);
+  if (warp < STATE_WARPS) {
+    const Lane l = make_lane(warp, x.part);
+    if (work.role == LAST)
+      carry_state_grad(p, x, shared, warp, l);
+    else if (work.role == FIRST)
+      carry_state_alone(p, x, shared, warp, l);
+    else if (work.role == GRAD_MAP)
+      carry_state_grad<false>(p, GradMap{x}, shared, warp, l);
+    else
+      carry_map(x, p.maps + x.place * MAP_BYTES, full_state_at(p.starts, x.place + p.HV), shared, l);
+  } else {
+    const int thread = thread_index() - 32 * STATE_WARPS;
+    if (work.role == MAP)
+      load_map(p, x, shared, thread);
+    else if (work.role == FIRST)
+      load_states(p, x, shared, thread);
+    else
+      load_reverse(p, x, shared, thread);
+  }
+}

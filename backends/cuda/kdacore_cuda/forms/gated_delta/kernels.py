@@ -7,8 +7,8 @@ from functools import cache
 from kdacore_cuda.kernel_parameters import (
     GATED_DELTA,
     GATED_DELTA_BACKWARD,
-    GATED_DELTA_BESIDE,
     GATED_DELTA_BACKWARD_SEGMENTS,
+    GATED_DELTA_BESIDE,
     GATED_DELTA_SEGMENTS,
     SUMS,
 )

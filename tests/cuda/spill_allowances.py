@@ -139,7 +139,7 @@ ALLOWED = (
         "compiled only",
     ),
     Allowance(
-        76,
+        80,
         "sm_90a",
         "sm90/gated_delta/unit_grads.cu",
         {},

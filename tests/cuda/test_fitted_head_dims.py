@@ -52,7 +52,7 @@ def check_forward(op: str, inputs: ChunkInputs, **options: Any) -> None:
     got, want = FORWARDS[op].forward(r, inputs), oracle_forward(r, inputs)
     for x, exact, bound in zip(got[:3], want[:3], (O_BOUND, STATE_BOUND, STATE_BOUND), strict=True):
         assert (x is None) == (exact is None)
-        assert x is None or error(x, exact) < LOOSE * bound
+        assert x is None or (error(x, exact) < LOOSE * bound and not x._is_view())
 
 
 def check_gradients(op: str, inputs: ChunkInputs, **options: Any) -> InputGrads:
@@ -65,6 +65,7 @@ def check_gradients(op: str, inputs: ChunkInputs, **options: Any) -> InputGrads:
         assert (x is None) == (given is None)
         if x is not None:
             assert (x.dtype, x.shape) == (given.dtype, given.shape)
+            assert not x._is_view(), name
             assert error(x, exact) < LOOSE * GRADIENT_BOUND, name
     return got
 

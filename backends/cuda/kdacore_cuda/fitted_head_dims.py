@@ -175,8 +175,8 @@ def _swapped(x: Any) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    """Contiguous, where an array can be otherwise."""
-    return x.contiguous() if hasattr(x, "contiguous") else x
+    """Contiguous and no view, where an array can be otherwise."""
+    return x.contiguous().detach() if hasattr(x, "contiguous") else x
 
 
 def _pad_torch(x: Any, last: int, before: int = 0) -> Any:

@@ -157,6 +157,6 @@ def test_recurrent_ops_on_the_hardware(op: str, K: int, V: int, dtype: str, devi
 @pytest.mark.parametrize("check", ["accuracy", "gradients"])
 @pytest.mark.parametrize(("K", "V", "heads"), [(96, 192, 30), (256, 512, 6)])
 def test_the_sizes_of_a_layer(K: int, V: int, heads: int, check: str, device: str) -> None:
-    """OLMo-Hybrid 7B has 30 heads, a default layer of flash-linear-attention 6; packed as in training."""
+    """Packed as in training. A default layer of flash-linear-attention has six heads."""
     sizes = {"T": 400, "H": heads, "HV": heads, "lengths": (150, 1, 249)}
     served(case("chunk_gated_delta_rule", K, V, device, check, gates="init", sizes=sizes, dtype="bfloat16"))

@@ -74,7 +74,7 @@ _SPILLS: dict[_Kind, dict[str, int]] = {
     },
     _Kind("bounded", 96, 192): {
         "chunk_backward_prepare_offset_c64_kernel": 128,
-        "chunk_backward_scan_kernel": 60,
+        "chunk_backward_scan_kernel": 85,
         "chunk_backward_grads_offset_kernel": 420,
     },
     _Kind("scalar", 256, 512): {

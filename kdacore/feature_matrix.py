@@ -161,7 +161,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("out given", {"out": True}, kinds=("numpy", "torch")),
     *(Feature(f"K = V = {n}", {"K": n, "V": n}) for n in (16, 64, 128, 256)),
-    Feature("K = 60, V = 100", {"K": 60, "V": 100}),
+    *(Feature(f"K = {K}, V = {V}", {"K": K, "V": V}) for K, V in ((60, 100), (96, 192), (256, 512))),
     *(Feature(f"chunks of {n}", {"chunk_size": n}, ("stage",)) for n in (16, 32, 64)),
 )
 _NAMED = {name for feature in FEATURES for name in feature.change}

@@ -127,7 +127,9 @@ _HEADS = [
     *_both("K64_V128", "full", "full", shape={"K": 64, "V": 128}, **HARD),
     *_both("K128_V64", "full", "full", shape={"K": 128, "V": 64}, **HARD),
     *_both("K128_V128", "full", "full", shape={"K": 128, "V": 128}),
+    *_both("K96_V192", "full", "full", shape={"K": 96, "V": 192}),
     *_both("K256_V256", "full", "full", shape={"K": 256, "V": 256}),
+    *_both("K256_V512", "full", "full", shape={"K": 256, "V": 512}),
 ]
 _PACKS = [
     *_both("pack", "kind", "kind", shape={"lengths": MIXED_LENGTHS}, initial_state=True, **HARD),

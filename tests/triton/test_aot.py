@@ -100,10 +100,10 @@ open(path, "w").write(source)
 sys.path.insert(0, path.rsplit("/", 1)[0])
 import faulty
 
-def case(kernel, dtype, warps, **expect):
+def case(kernel, dtype, warps, N=64, **expect):
     x, y = torch.empty(256, 256, dtype=dtype, device="meta"), torch.empty(256, 256, device="meta")
     launcher = Launcher(kernel)
-    run = lambda: launcher((1, 1, 1), x, y, N=64, num_warps=warps)
+    run = lambda: launcher((1, 1, 1), x, y, N=N, num_warps=warps)
     return aot.record("faulty", run, **expect)[0]
 
 spilled = aot.compile_case(case(faulty.greedy, torch.float32, 1), "sm_90")
@@ -122,6 +122,10 @@ allowed = aot.compile_case(case(faulty.greedy, torch.float32, 1, max_spills={"gr
 assert allowed.spills > 0 and not allowed.problems, allowed
 others = aot.compile_case(case(faulty.greedy, torch.float32, 1, max_spills={"another": 9999}), "sm_90")
 assert "spill" in others.problems[0], others
+wide = case(faulty.product, torch.float32, 4, N=128, max_spills=9999)
+assert not aot.compile_case(wide, "sm_90").problems
+large = aot.compile_case(wide, "sm_86")
+assert large.shared > 99 * 1024 and "shared memory" in large.problems[0], large
 try:
     aot.compile_case(case(faulty.broken, torch.float32, 4), "sm_90")
 except BackendBuildError as error:

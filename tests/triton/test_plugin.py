@@ -83,7 +83,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
         ({"K": 15}, "head_dim"),
         ({"K": 257}, "head_dim"),
         ({"V": 8}, "head_dim"),
-        ({"V": 512}, "head_dim"),
+        ({"V": 513}, "head_dim"),
         ({"T": 2**30}, "too_large"),
     ],
     ids=str,
@@ -92,12 +92,12 @@ def test_each_limit_has_its_reason(change: dict[str, object], code: str) -> None
     assert codes(replace(CALL, **change)) == [code]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("K", "V"), [(16, 256), (60, 100), (256, 16)])
+@pytest.mark.parametrize(("K", "V"), [(16, 256), (60, 100), (96, 192), (256, 16), (256, 512)])
 def test_head_dims_served(K: int, V: int) -> None:
     assert codes(replace(CALL, K=K, V=V)) == []
 
 
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (16, 32), (64, 64), (256, 16)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (16, 32), (64, 64), (96, 192), (256, 16), (256, 512)])
 def test_gradients_of_one_gate_per_head_are_served_at_any_head_dims(K: int, V: int) -> None:
     assert codes(replace(CALL, K=K, V=V, scalar_gate=True, needs_grad=True)) == []
 

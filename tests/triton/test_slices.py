@@ -91,6 +91,17 @@ def test_against_the_oracle(note: str, ranks: int, device: str) -> None:
     rank_calls.check(case, run(case, ranks, device))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("K", "V"), [(96, 192), (256, 512)])
+def test_head_dims_of_models(K: int, V: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has launches of its own for slices, the second is composed of whole calls."""
+    monkeypatch.setattr(chunk_forward_plan, "SLICE_SEGMENT", 32)  # chunks of so wide keys have 32 rows here
+    configs._changed()
+    case = case_of("gdn-crossing", 2)
+    case = dataclasses.replace(case, shape=dataclasses.replace(case.shape, K=K, V=V))
+    rank_calls.check(case, run(case, 2, device))
+
+
 def test_wide_keys_are_composed_of_whole_calls() -> None:
     class Wide:
         K = 256

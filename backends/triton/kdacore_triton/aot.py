@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kdacore.errors import BackendBuildError
+from kdacore_triton.hardware_limits import shared_memory
 from kdacore_triton.launch import (
     FIXED_OPTIONS,
     RecordedLaunch,
@@ -40,12 +41,17 @@ from kdacore_triton.launch import (
 )
 from kdacore_triton.warp_sum_check import contracted_warp_sums
 
-ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""Architectures that every kernel must compile for."""
+ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+"""Architectures that every kernel must compile for. sm_86 has the least shared memory of NVIDIA's."""
+MODEL_DIMS = ((96, 192), (256, 512))
+"""K and V of models: OLMo-Hybrid, and the layers of flash-linear-attention as they are by default."""
 
 TENSOR_COLUMNS = 512
 """Columns of tensor memory of an SM100 multiprocessor; a kernel that needs more is compiled to a trap."""
-_MATRIX = {"sm_80": r"\bHMMA\b", "sm_90": r"\bHGMMA\b", "sm_100": r"\bUTC[A-Z]*MMA\b", "gfx942": r"\bv_mfma"}
+_MATRIX = {
+    "sm_80": r"\bHMMA\b", "sm_86": r"\bHMMA\b", "sm_90": r"\bHGMMA\b", "sm_100": r"\bUTC[A-Z]*MMA\b",
+    "gfx942": r"\bv_mfma",
+}  # fmt: skip
 """The instruction of each architecture's matrix unit."""
 _PRODUCT = r"\b(?:HMMA|HGMMA|UTC[A-Z]*MMA|v_mfma)"
 """Matrix instructions of any kind: small dots are a warp's work on every NVIDIA architecture."""
@@ -150,6 +156,10 @@ def compile_case(case: AotCase, arch: str) -> AotResult:
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
     if columns > TENSOR_COLUMNS:
         problems.append(f"{columns} columns of tensor memory, of which there are {TENSOR_COLUMNS}")
+    if result["shared"] > shared_memory(arch):
+        problems.append(
+            f"{result['shared']} bytes of shared memory, of which there are {shared_memory(arch)}"
+        )
     if result["spills"] > case.max_spills:
         problems.append(f"{result['spills']} spill instructions, at most {case.max_spills} allowed")
     if case.matrix_unit and not matrix:

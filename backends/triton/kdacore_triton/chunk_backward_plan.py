@@ -19,6 +19,7 @@ from kdacore.types import Request
 
 from .chunk_forward_choice import EXACT_KEYS
 from .gate_families import GATES, beta_kind, has_usable_bound
+from .hardware_limits import shared_memory
 from .kernel_options import full_precision, has_narrow_operands, on_nvidia
 from .launch import next_power_of_2
 
@@ -34,6 +35,8 @@ WIDE_KEYS = 128
 TF32_KEYS = 64
 """Chunk calls of float16 inputs take tf32 operands up to this many channels of k. With more, training would take twice
 as long (docs/lab/triton-backward.md) for a precision that bfloat16 inputs do not get either."""
+WIDE_SCAN_BYTES = 2112
+"""Shared memory for each row of a chunk that the scan takes in two stages, with more than WIDE_KEYS channels of k."""
 EXACT_CHUNK = 64
 """Rows of a chunk in the forms without an offset."""
 SMALL_CHUNK = 32
@@ -178,8 +181,8 @@ def plan_backward(request: Request) -> ChunkBackwardPlan:
     if request.scalar_gate and not proven:
         C = SMALL_CHUNK
     tiles = choose_tiles(KP, VP, not wants_wide_operands(request), offset, C)
-    if not native:
-        tiles = replace(tiles, scan_stages=1)  # AMD's shared memory is 64 KB
+    if not native or (KP > WIDE_KEYS and shared_memory(request.device.arch) < WIDE_SCAN_BYTES * C):
+        tiles = replace(tiles, scan_stages=1)
     partial_channels = offset is None and (not request.scalar_gate or tiles.grads_bk < KP)
     separate_norm = partial_channels or (offset is not None and request.HV != request.H)
     return ChunkBackwardPlan(

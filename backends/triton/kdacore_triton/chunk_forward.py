@@ -3,17 +3,18 @@
 ``chunk_forward_prepare`` does all work that needs no state, one program per chunk and value head, and
 writes a record for each. ``chunk_forward_scan`` carries the state over the records and writes the
 output. With few heads and many tokens the scan runs in segments (two more launches, see
-kernels/chunk_forward_segments.py). A record is contiguous, with head dims padded to powers of two
-(``BK``, ``BV``) and zeros in rows past the sequence, and holds in this order::
+kernels/chunk_forward_segments.py). A record is contiguous, with K padded to a power of two (``KP``),
+V to one of at most 64 or a multiple of 64 (``VP``), and zeros in rows past the sequence. It holds in
+this order::
 
-    w   [C, BK]   X (beta k 2^gc)
-    qg  [C, BK]   scale q 2^gc
-    kg  [C, BK]   k 2^(gc_last - gc)
-    ut  [BV, C]   (X (beta v))^T
+    w   [C, KP]   X (beta k 2^gc)
+    qg  [C, KP]   scale q 2^gc
+    kg  [C, KP]   k 2^(gc_last - gc)
+    ut  [VP, C]   (X (beta v))^T
     aqk [C, C]    scale q_i . k_j 2^(gc_i - gc_j), zero above the diagonal
 
 ``gc`` is the log2 decay summed from the chunk's first row, and X is the inverse of
-``I + tril(beta_i k_i . k_j 2^(gc_i - gc_j), -1)``. A second array holds 2^gc_last in float32: ``[BK]`` per
+``I + tril(beta_i k_i . k_j 2^(gc_i - gc_j), -1)``. A second array holds 2^gc_last in float32: ``[KP]`` per
 record, or one number for a scalar gate.
 
 Chunk i of packed sequence n owns slot ``cu_seqlens[n] // C + n + i``, otherwise ``n * ceil(T / C) + i``;

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 
 from kdacore.types import ChunkInputs, Device, Request, TensorSpec
 from kdacore_triton import chunk_forward_slices, configs
-from kdacore_triton.aot import AotCase, record
+from kdacore_triton.aot import MODEL_DIMS, AotCase, record
 from kdacore_triton.chunk_forward import forward
 from kdacore_triton.gate_families import EXAMPLE_OPTIONS
 from kdacore_triton.verifiers import compiler
@@ -49,6 +50,11 @@ def aot_cases(arch: str) -> list[AotCase]:
                     max_spills=_SPILLS if tuned else _UNTUNED_SPILLS,
                     slow=not tuned,
                 )
+    for (K, V), gate, dtype in product(MODEL_DIMS, EXAMPLE_OPTIONS, (torch.bfloat16, torch.float32)):
+        call = _meta_call(arch, gate, K, dtype, V=V)
+        if not compiler(call[0]):
+            name = f"chunk forward {gate} K{K} V{V} {str(dtype)[6:]}"
+            cases += record(name, partial(forward, *call), max_spills=_UNTUNED_SPILLS, slow=True)
     for gate, heads in (("bounded", 12), ("scalar", 12), ("scalar", 32)):
         cases += record(
             f"chunk forward {gate} H{heads} of a slice",
@@ -96,23 +102,25 @@ def _server_call(request: Request, x: ChunkInputs) -> tuple[Request, ChunkInputs
     return request, x
 
 
-def _meta_call(arch: str, gate: str, K: int, dtype: torch.dtype, H: int = 32) -> tuple[Request, ChunkInputs]:
-    """A call with everything fused, long enough for segments, on ``meta`` tensors."""
-    B, T = 1, 4096
+def _meta_call(
+    arch: str, gate: str, K: int, dtype: torch.dtype, H: int = 32, V: int | None = None
+) -> tuple[Request, ChunkInputs]:
+    """A call with everything fused, long enough for segments, on ``meta`` tensors. V is K unless given."""
+    B, T, V = 1, 4096, V or K
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     scalar = gate == "scalar"
     x = ChunkInputs(
-        q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, H, K),
+        q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, H, V),
         g=empty(B, T, H) if scalar else empty(B, T, H, K), beta=empty(B, T, H),
         A_log=empty(H, dtype=torch.float32),
         dt_bias=empty(*((H,) if scalar else (H, K)), dtype=torch.float32),
     )  # fmt: skip
     request = Request(
         op="chunk_gated_delta_rule" if scalar else "chunk_kda", kind="torch", device=Device("cuda", 0, arch),
-        B=B, T=T, H=H, HV=H, K=K, V=K, N=B, dtype=str(dtype)[6:], state_dtype="float32", scale=K**-0.5,
+        B=B, T=T, H=H, HV=H, K=K, V=V, N=B, dtype=str(dtype)[6:], state_dtype="float32", scale=K**-0.5,
         qk_l2norm=True, beta_sigmoid=True, output_final_state=True, **EXAMPLE_OPTIONS[gate],
     )  # fmt: skip
     return request, x

@@ -6,9 +6,12 @@ from kdacore.types import Request
 from kdacore_triton import configs
 from kdacore_triton.configs import Config
 from kdacore_triton.gate_families import gate_family
+from kdacore_triton.hardware_limits import has_warp_products, shared_memory
 
 MAX_SEGMENTED = 128
 """The widest head whose segment map fits shared memory."""
+SCAN_STAGES = {99 * 1024: 3, 64 * 1024: 2}
+"""Shared memory -> the most stages of the scan that fit it, with chunks of 32 rows and 128 channels of k."""
 EXACT_KEYS = 32
 """Up to this many channels of k, 16-bit inputs take tf32 operands.
 
@@ -36,9 +39,25 @@ def config_of(r: Request, interpreting: bool) -> Config:
     """The block sizes of a call."""
     half = has_narrow_operands(r, interpreting) and not keeps_float16(r)
     heads, T = (configs.MANY, configs.MANY) if r.batch_invariant else (r.N * r.HV, r.T)
-    return configs.get(
+    config = configs.get(
         "chunk_forward", r.device.arch, gate=gate_family(r), K=r.K, V=r.V, half=half, heads=heads, T=T
     )
+    return config if r.device.type == "cpu" else fitted(config, r.device.arch, r.K, half)
+
+
+def fitted(config: Config, arch: str, K: int, half: bool) -> Config:
+    """A configuration, measured on another architecture perhaps, as ``arch`` can run it.
+
+    Where products are a warp's, ptxas cannot allocate registers for a scan of 64 columns with more than 128 channels
+    of float32 operands, and spills all of them.
+    """
+    found = dict(config)
+    for limit, stages in SCAN_STAGES.items():
+        if shared_memory(arch) <= limit:
+            found["scan_stages"] = min(found["scan_stages"], stages)
+    if not half and K > MAX_SEGMENTED and has_warp_products(arch):
+        found |= {"scan_BV": 16, "scan_warps": 4}
+    return found
 
 
 def segment_of(r: Request, config: Config) -> int:

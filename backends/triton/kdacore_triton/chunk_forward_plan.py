@@ -13,6 +13,7 @@ from kdacore.types import Request
 from kdacore_triton.chunk_forward_choice import config_of, keeps_float16, segment_of
 from kdacore_triton.fixed_launch import FixedLaunch, PlanCache
 from kdacore_triton.gate_families import FAMILIES, GATES, beta_kind, gate_family
+from kdacore_triton.hardware_limits import shared_memory
 from kdacore_triton.kernel_options import INTERPRETING, full_precision, has_narrow_operands, on_nvidia
 from kdacore_triton.kernels.chunk_forward_checkpoints import chunk_forward_checkpoints_kernel
 from kdacore_triton.kernels.chunk_forward_prepare import chunk_forward_prepare_kernel
@@ -30,6 +31,9 @@ MAX_BOUNDED_ROWS = 32
 
 SLICE_SEGMENT = 2048
 """Tokens of a segment of a slice that continues on other ranks, where a whole call would have none."""
+
+VALUE_STEP = 64
+"""Wider v is padded to a multiple of this."""
 
 CHECKPOINT_ROWS = 16
 """Checkpoints at chosen tokens lie a multiple of this behind their sequence's start: in chunks of as many rows, at a
@@ -89,7 +93,7 @@ class ChunkForwardPlan:
         half = has_narrow_operands(r) and not keeps_float16(r)
         self.config = config = config_of(r, INTERPRETING)
         C: int = min(config["C"], MAX_BOUNDED_ROWS) if self.family == "bounded" else config["C"]
-        KP, VP = max(16, next_power_of_2(r.K)), max(16, next_power_of_2(r.V))
+        KP, VP = max(16, next_power_of_2(r.K)), padded_values(r.V)
         NT = cdiv(r.T, C)
         slots = r.T // C + r.N if r.packed else r.B * NT
         self.C, self.KP, self.VP, self.NT = C, KP, VP, NT
@@ -116,7 +120,7 @@ class ChunkForwardPlan:
                 *(r.T, NT, r.N, r.H, r.HV, r.scale, self.bound, exponent_offset(self.bound, C)),
             ),
             {
-                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": min(config["prepare_BV"], VP), "C": C,
+                "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": math.gcd(config["prepare_BV"], VP), "C": C,
                 "LEVELS": C.bit_length() - 1, "FAMILY": FAMILIES[self.family], "GATE": GATES[r.gate],
                 "L2NORM": r.qk_l2norm, "BETA": beta_kind(r), "PACKED": r.packed, **self.dots, "ASM": on_nvidia(r),
             },
@@ -143,7 +147,7 @@ class ChunkForwardPlan:
 
     def _state_launches(self, strides: StateStrides, of_slice: bool = False) -> StateLaunches:
         r, config, C, KP, VP, NT = self.request, self.config, self.C, self.KP, self.VP, self.NT
-        block = min(config["scan_BV"], VP)
+        block = math.gcd(config["scan_BV"], VP)
         columns = {
             "K": r.K, "V": r.V, "KP": KP, "VP": VP, "V_FIRST": r.state_v_first, "PACKED": r.packed,
         }  # fmt: skip
@@ -202,8 +206,7 @@ class ChunkForwardPlan:
                         **pool,
                         "OF_SLICE": of_slice,
                     },
-                    8,
-                    2,
+                    *_starts_launch(r.device.arch),
                 ),
             )
         if of_slice:
@@ -236,9 +239,20 @@ class ChunkForwardPlan:
                 "K": r.K, "V": r.V, "KP": KP, "VP": VP, "BV": 16, "SEGMENT": segment, "PACKED": r.packed,
                 "DOT": self.dots["DOT"], "FULL": "tf32x3" if on_nvidia(r) else "ieee",
             },
-            8,
-            2,
+            *_starts_launch(r.device.arch),
         )  # fmt: skip
+
+
+def _starts_launch(arch: str) -> tuple[int, int]:
+    """Warps and stages of the launches that apply maps of segments: two stages of the map's two parts, 64 KB, where
+    shared memory holds them and a state besides."""
+    return 8, 2 if shared_memory(arch) > 72 * 1024 else 1
+
+
+def padded_values(V: int) -> int:
+    """Channels of v in a record: a power of two up to 64, then a multiple of 64. Blocks of v are powers of two that
+    divide it."""
+    return max(16, next_power_of_2(V)) if V <= VALUE_STEP else cdiv(V, VALUE_STEP) * VALUE_STEP
 
 
 def _absent(tensors: int, pooled: bool) -> tuple[None, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from kdacore.types import Device, RecurrentInputs, Request
 from kdacore_triton import configs
-from kdacore_triton.aot import AotCase, record
+from kdacore_triton.aot import MODEL_DIMS, AotCase, record
 from kdacore_triton.recurrent import forward
 
 
@@ -33,6 +34,9 @@ def aot_cases(arch: str) -> list[AotCase]:
             slow = (K, state, T) != (128, "float32", 1) or "rows" in choice.when
             with configs.override("recurrent", config):
                 cases += record(name, partial(forward, *call), slow=slow)
+    for (K, V), T in product(MODEL_DIMS, (1, 4)):
+        call = _meta_call(arch, T, "float32", False, K, V)
+        cases += record(f"recurrent K{K} V{V} float32 T{T}", partial(forward, *call), slow=True)
     for T in (1, 4):
         call = _with_own_rows(*_meta_call(arch, T, "float32", False))
         cases += record(f"recurrent T{T}, rows written in another pool", partial(forward, *call), slow=True)
@@ -64,20 +68,24 @@ def _shapes(when: Any) -> Iterator[tuple[int, str, bool, int]]:
                 yield K, state, v_first, T
 
 
-def _meta_call(arch: str, T: int, state: str, v_first: bool, K: int = 128) -> tuple[Request, RecurrentInputs]:
-    """A decode step as a serving engine makes it: pool, indices, everything fused, on ``meta`` tensors."""
-    B, H = 32, 32
+def _meta_call(
+    arch: str, T: int, state: str, v_first: bool, K: int = 128, V: int | None = None
+) -> tuple[Request, RecurrentInputs]:
+    """A decode step as a serving engine makes it: pool, indices, everything fused, on ``meta`` tensors. V is K unless
+    given."""
+    B, H, V = 32, 32, V or K
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x = RecurrentInputs(
-        q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, H, K), g=empty(B, T, H, K), beta=empty(B, T, H),
+        q=empty(B, T, H, K), k=empty(B, T, H, K), v=empty(B, T, H, V), g=empty(B, T, H, K), beta=empty(B, T, H),
         A_log=empty(H, dtype=torch.float32), dt_bias=empty(H, K, dtype=torch.float32),
-        initial_state=empty(2 * B, H, K, K, dtype=getattr(torch, state)), state_indices=empty(B, dtype=torch.int32),
+        initial_state=empty(2 * B, H, *((V, K) if v_first else (K, V)), dtype=getattr(torch, state)),
+        state_indices=empty(B, dtype=torch.int32),
     )  # fmt: skip
     request = Request(
-        op="fused_recurrent_kda", kind="torch", device=Device("cuda", 0, arch), B=B, T=T, H=H, HV=H, K=K, V=K, N=B,
+        op="fused_recurrent_kda", kind="torch", device=Device("cuda", 0, arch), B=B, T=T, H=H, HV=H, K=K, V=V, N=B,
         dtype="bfloat16", state_dtype=state, gate="sigmoid", lower_bound=-5.0, safe_gate=True, scale=K**-0.5,
         qk_l2norm=True, beta_sigmoid=True, state_v_first=v_first, pool_size=2 * B, state_indices_ndim=1,
         inplace_state=True,

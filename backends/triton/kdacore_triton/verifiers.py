@@ -11,11 +11,12 @@ from kdacore.types import Reason, Request
 
 FLOATS = ("float32", "bfloat16", "float16")
 STATES = ("float32", "bfloat16")
-MIN_DIM, MAX_DIM = 16, 256
+MIN_DIM, MAX_KEYS, MAX_VALUES = 16, 256, 512
 state = common.state_dtypes(*STATES)
-key_dim = common.key_dims(range(MIN_DIM, MAX_DIM + 1))
+key_dim = common.key_dims(range(MIN_DIM, MAX_KEYS + 1))
 """A row of k is one tile."""
-head_dims = common.head_dims(range(MIN_DIM, MAX_DIM + 1))
+head_dims = common.head_dims(range(MIN_DIM, MAX_KEYS + 1), range(MIN_DIM, MAX_VALUES + 1))
+"""A row of v is taken in blocks."""
 MAX_TOKENS = 2**30
 TENSOR_MEMORY = range(100, 120)
 """Architectures, sm_100 to sm_119, whose matrix products accumulate in tensor memory."""

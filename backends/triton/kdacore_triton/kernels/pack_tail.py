@@ -22,11 +22,12 @@ def first_row_past(cu_seqlens, N, slot, C: tl.constexpr):
 
 @triton.jit
 def store_zero_rows(x, first, T, stride, at, width, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Zeros in ``x[first + r, at : at + width]`` for r < ROWS, up to row T. ``WIDTH``: width padded."""
-    TILE: tl.constexpr = 512 // WIDTH if WIDTH < 512 else 1  # rows at a time, for few registers
+    """Zeros in ``x[first + r, at : at + width]`` for r < ROWS, up to row T. ``WIDTH``: width padded, at most 512."""
+    WIDE: tl.constexpr = WIDTH if WIDTH <= 128 else 256 if WIDTH <= 256 else 512  # a power of two
+    TILE: tl.constexpr = 512 // WIDE  # rows at a time, for few registers
     r = tl.arange(0, TILE)
-    c = tl.arange(0, WIDTH)
+    c = tl.arange(0, WIDE)
     for row in tl.range(first, tl.minimum(first + ROWS, T), TILE, num_stages=1):
         inside = (row + r < tl.minimum(first + ROWS, T))[:, None] & (c < width)[None, :]
         p = x + (row + r)[:, None] * stride + at + c[None, :]
-        tl.store(p, tl.zeros([TILE, WIDTH], x.dtype.element_ty), mask=inside)
+        tl.store(p, tl.zeros([TILE, WIDE], x.dtype.element_ty), mask=inside)

@@ -36,7 +36,7 @@ LOWEST_STEP, LEAST_BETA = -126.0, 2.0**-64
 _RECORD = np.dtype(
     [(name, "u1", (2 * C * C,)) for name in MATRICES]
     + [(name, "f4", (4, 20)) for name in FACTORS]
-    + [("last", "f4", (4,))]
+    + [("last", "f4", (4,)), ("unused", "f4", (12,))]
     + [(name, "f4", (C,)) for name in SCALARS]
 )
 assert _RECORD.itemsize == RECORD_BYTES

@@ -105,18 +105,16 @@ __device__ __forceinline__ void add_over_columns(float (&x)[4 * C_TILES], const 
   halve_columns<8>(x, l), halve_columns<4>(x, l), halve_columns<2>(x, l);
 }
 
-// From warp to warp of a side in turn, so that sums have the same order in every run: of all tokens to `to`. A pair of
-// warps meets at one place in the code, as compute-sanitizer wants it.
+// From warp to warp of a side in turn, so that sums have the same order in every run: of all tokens to `to`. All of the
+// side's warps meet between two of them, as racecheck follows no order that a third warp makes.
 __device__ __forceinline__ void add_over_warps(int side, u32 to, float x, float y, const Lane& l) {
-  const int first_meeting = 1 + SIDES + (SIDE_WARPS - 1) * side;  // of warps 0 and 1
 #pragma unroll 1
   for (int w = 0; w < SIDE_WARPS; ++w) {
-    if (w == l.block) store_shared(to + 8 * l.lane, x, y);
-    if (w == SIDE_WARPS - 1 || w < l.block - 1 || w > l.block) continue;
-    sync_pair(first_meeting + w);
-    if (w == l.block) continue;
-    const float2 before = load_shared2(to + 8 * l.lane);
-    x += before.x, y += before.y;
+    if (w == l.block) {
+      const float2 before = w ? load_shared2(to + 8 * l.lane) : float2{0.0f, 0.0f};
+      store_shared(to + 8 * l.lane, before.x + x, before.y + y);
+    }
+    sync_side(side);
   }
 }
 

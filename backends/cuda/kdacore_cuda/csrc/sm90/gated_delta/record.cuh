@@ -35,7 +35,9 @@ struct RecordFactors {
   TokenFactors output;  // c 2^G
   TokenFactors to_end;  // 2^(G_last - G) r beta; 0 past the end
   float last[4];        // 2^G_last, four times
+  float unused[12];     // compute-sanitizer follows bulk copies of multiples of 512 bytes only
 };
+static_assert(sizeof(RecordFactors) % 512 == 0, "see RecordFactors");
 // What the backward needs beside them.
 struct HeadScalars {
   float sum[C], beta[C];  // G; 0 past the end

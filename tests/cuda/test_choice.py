@@ -417,6 +417,7 @@ def test_the_text_of_the_gated_delta_rule() -> None:
     limit = "(segments: up to 22 on 132 multiprocessors)"
     assert text(gated_delta(64)) == f"gated_delta: 64 heads {limit}{ASSUMED}"
     assert text(gated_delta(8)) == f"gated_delta: 8 heads {limit}, 9 segments{ASSUMED}"
+    assert text(gated_delta(8, T=1024)) == f"gated_delta: 8 heads {limit}, 1 segment{ASSUMED}"
     assert text(gated_delta(8, T=2048)) == f"gated_delta: 8 heads {limit}, 3 segments{ASSUMED}"
     pack = gated_delta(8, packed=True, arrays=("cu_seqlens",), T=4096)
     assert text(pack) == f"gated_delta: 8 heads {limit}, up to 5 segments a sequence{ASSUMED}"

@@ -8,6 +8,7 @@ from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_
 from kdacore_cuda.fitted_head_dims import blocks_of, fitted_request, is_fitted
 from kdacore_cuda.forms.choice_on_device import figures_of
 from kdacore_cuda.forms.gated_delta.backward_segments import choose_lengths as backward_lengths
+from kdacore_cuda.forms.gated_delta.segments import LEAST_SEGMENTS
 from kdacore_cuda.forms.gated_delta.segments import choose_lengths as choose_gated_delta_lengths
 from kdacore_cuda.forms.segments.segment_lengths import (
     SegmentLengths,
@@ -65,7 +66,7 @@ def _text(r: Request, device: Figures, choice: Choice) -> str:
     parts = [f"{choice.form}: {choice.why}"]
     if choice.form == "segments" or choice.cut:
         count = _lengths(r, device.multiprocessors, choice).segments(-(-r.T // CHUNK))
-        parts.append(_segments(r, count))
+        parts.append(_segments(r, 1 if choice.cut and count < LEAST_SEGMENTS else count))
     clusters = choice.clusters
     if clusters is not None and clusters.size > 1:
         parts.append(f"clusters of {clusters.size}")

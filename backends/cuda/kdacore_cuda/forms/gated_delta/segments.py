@@ -35,6 +35,10 @@ def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
     return lengths_for(max(1, multiprocessors // (2 * items)), first=1)
 
 
+LEAST_SEGMENTS = 3
+"""Of the longest sequence of a call that is cut."""
+
+
 class Cut(NamedTuple):
     """How the sequences of a call are cut."""
 
@@ -42,19 +46,20 @@ class Cut(NamedTuple):
     segments: int
     """Of a dense sequence; the most that one of a pack can have."""
     chain: int
-    """Blocks a state of the launch that chains maps; 0: no sequence has more than two segments."""
+    """Blocks a state of the launch that chains maps."""
 
 
 def cut_of(r: Request) -> Cut | None:
-    """None where no sequence has more than one segment."""
+    """None where no sequence has more than two segments, which have neither maps nor a chain: one walk over both has
+    the same bits and takes less time."""
     if not chosen(r).cut or not r.T:
         return None
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
     lengths = choose_lengths(items, multiprocessors)
     segments = lengths.segments(-(-r.T // CHUNK))
-    if segments < 2:
+    if segments < LEAST_SEGMENTS:
         return None
-    return Cut(lengths, segments, chain_blocks(items, multiprocessors) if segments > 2 else 0)
+    return Cut(lengths, segments, chain_blocks(items, multiprocessors))
 
 
 def slots_of(r: Request, cut: Cut) -> int:
@@ -88,9 +93,8 @@ def steps_of(records: Mapping[str, Value], chain: int) -> Iterator[Launch]:
     """
     places: dict[str, Value] = {name: ("workspace", f"{name}_at") for name in ("maps", "addends", "starts")}
     yield Launch("first", first_segments_kernel(), "first_blocks", {**records, **places})
-    if chain:
-        # Without an initial state it begins with the addend of the first segment, which ends there.
-        fields: dict[str, Value] = {**arguments_of(SEGMENTS), **places, "flags": "chain_flags"}
-        fields |= dict.fromkeys(("h0", "ht", "mark_offsets", "mark_rows"), NOTHING)
-        yield Launch("chain", chain_kernel(chain), "chain_blocks", fields)
+    # Without an initial state it begins with the addend of the first segment, which ends there.
+    fields: dict[str, Value] = {**arguments_of(SEGMENTS), **places, "flags": "chain_flags"}
+    fields |= dict.fromkeys(("h0", "ht", "mark_offsets", "mark_rows"), NOTHING)
+    yield Launch("chain", chain_kernel(chain), "chain_blocks", fields)
     yield Launch("later", later_segments_kernel(), "later_blocks", {**records, **places})

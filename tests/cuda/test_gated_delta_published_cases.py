@@ -1,5 +1,5 @@
-"""Cases and tolerances that flash-linear-attention publishes for its gated delta rule (tests/ops/test_gated_delta.py),
-with our inputs, oracle and code: queries of any length, betas of 1, gates of which half are 0; emulated."""
+"""Cases and tolerances that flash-linear-attention publishes among its tests of the gated delta rule, with our inputs,
+oracle and code: queries of any length, betas of 1, gates of which half are 0; emulated."""
 
 from __future__ import annotations
 

@@ -285,17 +285,16 @@ def test_torch_is_not_needed() -> None:
 
 
 def test_calls_are_differentiated_by_whom_has_a_backward(from_jax: Device) -> None:
-    """Head dim 64 has none here. Traced only: that compiles nothing."""
-    x = arrays(K=64)
+    """The recurrent ops have none here. Traced only: that compiles nothing."""
+    x, op = arrays(), "fused_recurrent_kda"
     with kdacore.use_backend("emulated"), kdacore.record_selections() as ran:
-        jax.make_jaxpr(lambda x: call(x, backend=None))(x)
-        jax.make_jaxpr(jax.grad(lambda x: call(x, backend=None)[0].astype(jnp.float32).sum()))(x)
+        jax.make_jaxpr(lambda x: call(x, op, backend=None))(x)
+        jax.make_jaxpr(jax.grad(lambda x: call(x, op, backend=None)[0].astype(jnp.float32).sum()))(x)
     assert [s.backend for s in ran] == ["emulated", "emulated", "xla"]
 
 
-@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
-def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device, op: str) -> None:
-    x = arrays(K=64)
+def test_a_forced_backend_refuses_to_be_differentiated(either_handler: Device) -> None:
+    x, op = arrays(K=64), "fused_recurrent_kda"
     run(x, op=op)
     with pytest.raises(UnsupportedError, match=r"\[gradients\]"):
         jax.jit(jax.grad(lambda x: call(x, op=op)[0].astype(jnp.float32).sum()))(x)

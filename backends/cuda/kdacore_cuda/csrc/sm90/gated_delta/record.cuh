@@ -35,9 +35,7 @@ struct RecordFactors {
   TokenFactors output;  // c 2^G
   TokenFactors to_end;  // 2^(G_last - G) r beta; 0 past the end
   float last[4];        // 2^G_last, four times
-  float unused[12];     // compute-sanitizer follows bulk copies of multiples of 512 bytes only
 };
-static_assert(sizeof(RecordFactors) % 512 == 0, "see RecordFactors");
 // What the backward needs beside them.
 struct HeadScalars {
   float sum[C], beta[C];  // G; 0 past the end
@@ -48,10 +46,11 @@ struct KeyScalars {
 struct ChunkRecord {
   RecordImages images;
   RecordFactors factors;
+  float unused[12];  // compute-sanitizer follows bulk copies of multiples of 512 bytes only
   HeadScalars head;
   KeyScalars key;
 };
-constexpr u32 RECORD_BYTES = sizeof(ChunkRecord), WALK_BYTES = OFFSET(ChunkRecord, head);
+constexpr u32 RECORD_BYTES = sizeof(ChunkRecord), WALK_BYTES = OFFSET(ChunkRecord, unused);
 
 __device__ __forceinline__ u64 record_at(const GatedDeltaParams& p, long long slot, int hv) {
   return p.records + (u64)(slot * p.HV + hv) * RECORD_BYTES;

@@ -30,6 +30,7 @@ struct PairBlock {
 struct HeadFactors {
   float own[C];  // beta / |k|
   RecordFactors record;
+  float unused[12];
   HeadScalars scalars;
 };
 static_assert(OFFSET(HeadFactors, scalars) - OFFSET(HeadFactors, record) ==
@@ -219,7 +220,7 @@ __device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& 
     const u64 to = p.records + (u64)record * RECORD_BYTES;
     copy_out(reinterpret_cast<void*>(to), images, sizeof(RecordImages));
     copy_out(reinterpret_cast<void*>(to + OFFSET(ChunkRecord, factors)), head + OFFSET(HeadFactors, record),
-             sizeof(RecordFactors) + sizeof(HeadScalars));
+             OFFSET(ChunkRecord, key) - OFFSET(ChunkRecord, factors));
     copy_out(reinterpret_cast<void*>(to + OFFSET(ChunkRecord, key)), shared + OFFSET(UnitMemory, key),
              sizeof(KeyScalars));
     copy_out_commit();

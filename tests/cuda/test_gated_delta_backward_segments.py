@@ -70,6 +70,7 @@ def test_the_lengths_that_calls_have(emulated: list[str], monkeypatch: pytest.Mo
     assert names_of(emulated) == CUT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gate", ["init", "random", "slow", "fast", "spread", "mixed"])
 def test_gates(emulated: list[str], gate: str) -> None:
     options = MODEL if gate in ("init", "random") else {"use_qk_l2norm_in_kernel": True}
@@ -99,6 +100,7 @@ def test_packs(emulated: list[str], final: bool) -> None:
     assert got.v is not None and not got.v[:, -30:].any()
 
 
+@pytest.mark.exhaustive
 def test_a_long_sequence_that_forgets_little(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """15 segments: errors are those of one walk."""
     inputs = draw(2048, HV=1, gate="slow", initial_state=state(1, 1))
@@ -206,6 +208,7 @@ def test_lengths_of_segments(monkeypatch: pytest.MonkeyPatch, items: int) -> Non
 QUICK = (f"{OP}-gradient_causality_append-base", f"{OP}-gradients-base")
 
 
+@pytest.mark.exhaustive
 def test_some_conformance_cases(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     use_lengths(monkeypatch, SegmentLengths(1, 0, 1, 1, 1, 2, 2))
     with registered(OP):

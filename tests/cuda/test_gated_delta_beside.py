@@ -87,6 +87,7 @@ def check(
 # --- the same bits -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("T", [1, 17, 63, 64, 65, 129, 257])
 def test_lengths(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -> None:
     check(monkeypatch, emulated, draw(T, B=1 + T % 2, seed=T), output_final_state=True)

@@ -107,6 +107,7 @@ def test_gates(emulated: list[str], gate: str) -> None:
     assert names_of(emulated) == CUT
 
 
+@pytest.mark.exhaustive
 def test_a_long_sequence_that_forgets_little(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """15 segments: errors of maps and of the chain stay below those of the walks."""
     use_lengths(monkeypatch, SegmentLengths(4, 0, 8, 1, 4, 30, 4))
@@ -143,6 +144,7 @@ def test_strided_tokens(emulated: list[str]) -> None:
     check(inputs, **MODEL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("every", [64, 128, 192, 256])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -87,7 +87,6 @@ def check(
 # --- the same bits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("T", [1, 17, 63, 64, 65, 129, 257])
 def test_lengths(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -> None:
     check(monkeypatch, emulated, draw(T, B=1 + T % 2, seed=T), output_final_state=True)
@@ -116,6 +115,7 @@ def test_states_and_checkpoints(emulated: list[str], monkeypatch: pytest.MonkeyP
     check(monkeypatch, emulated, inputs, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "lengths", [(130, 0, 40, 3), (0, 0), (64,), (1, 63, 64, 200, 129), (15,) * 32, (70, 0) * 16]
 )

@@ -30,7 +30,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def products(kernel: KernelSource) -> set[str]:
     """The matrix instructions a kernel has to have: none, a warp's, a warpgroup's, or both."""
     folder, _, name = kernel.path.rpartition("/")
-    if name in ("recurrent.cu", "sums.cu", "groups.cu", "checkpoint_tail.cu"):
+    if name in ("recurrent.cu", "sums.cu", "gate_sums.cu", "groups.cu", "checkpoint_tail.cu"):
         return set()
     if folder.startswith("common/"):
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
@@ -47,7 +47,8 @@ def products(kernel: KernelSource) -> set[str]:
         ),
         WARPGROUP: (
             *("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
-            *("walk_records.cu", "walk_records_beside.cu", "walk_first_segments.cu"),
+            *("walk_records.cu", "walk_records_beside.cu", "walk_records_keeping.cu", "walk_backward.cu"),
+            "walk_first_segments.cu",
             *("walk_later_segments.cu", "walk_outer_segments.cu", "walk_inner_segments.cu"),
         ),
     }

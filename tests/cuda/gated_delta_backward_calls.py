@@ -5,25 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cuda_calls import Draw, error, request_of
-from test_gated_delta import OP, draw
+from gated_delta_calls import OP
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import backward_launches, gradients, launches
+from kdacore_reference.oracle import oracle_backward
 
 BOUND = 8e-3
 """Contract section 4, gradients of 16-bit inputs; twice that on calls as short as these."""
 EVERY = (True,) * 8
 WHOLE = ["chunk_records", "walk_backward", "unit_grads", "gate_sums"]
 """The kernels of a backward for which nothing was saved."""
-
-
-def names_of(launched: list[str]) -> list[str]:
-    return [name.split("-")[0] for name in launched]
 
 
 def carry(monkeypatch: pytest.MonkeyPatch, warpgroups: int) -> None:
@@ -63,8 +59,10 @@ def hold(got: InputGrads, want: InputGrads, inputs: ChunkInputs, loose: float) -
             assert error(mine, exact) < loose * BOUND, name
 
 
-def pack(
-    lengths: tuple[int, ...], padding: int = 0, dtype: torch.dtype = torch.int32, **more: Any
-) -> ChunkInputs:
-    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=dtype)
-    return draw(sum(lengths) + padding, seed=sum(lengths), cu_seqlens=offsets, **more)
+def check(inputs: ChunkInputs, *, loose: float = 2.0, final: bool = True, **options: Any) -> InputGrads:
+    """Run, compare every gradient with the oracle, return what was computed."""
+    r = training(inputs, output_final_state=final, **options)
+    grads = output_grads(r, inputs)
+    got = run(r, inputs, grads)
+    hold(got, oracle_backward(r, inputs, grads), inputs, loose)
+    return got

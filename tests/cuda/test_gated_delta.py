@@ -4,61 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-import emulator
-import numpy as np
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, STATE_BOUND, Draw, check_outputs, oracle, request_of
+from cuda_calls import MODEL
 from emulated_backend import registered, run_emulated, wide_inference_cases
-from pool_checks import check_pools, pool_of, same_bits
-from server_model import Expected
+from gated_delta_calls import (
+    NAN,
+    OP,
+    TOKENS,
+    all_same_bits,
+    check,
+    check_servers,
+    draw,
+    in_each_order,
+    pack,
+    run,
+    state,
+)
+from pool_checks import pool_of, same_bits
 
-from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
-from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import launches
 from kdacore_cuda.forms.gated_delta.kernels import walk_kernel
 
 pytestmark = pytest.mark.usefixtures("poison")
-NAN, OP = float("nan"), "chunk_gated_delta_rule"
-TOKENS = ("q", "k", "v", "g", "beta")
 
 
 @pytest.fixture(params=[1, 2], ids=["half a state a block", "a whole state a block"])
 def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(launches, "walk_warpgroups", lambda *given: request.param)
     return int(request.param)
-
-
-def draw(
-    T: int, H: int = 1, HV: int = 2, B: int = 1, seed: int = 0, gate: str = "init", **arrays: Any
-) -> ChunkInputs:
-    d = Draw(seed)
-    gates = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate(gate, B, T, HV, 1).items()}
-    q, k, v = d.normal(B, T, H, 128), d.normal(B, T, H, 128), d.normal(B, T, HV, 128)
-    return ChunkInputs(q, k, v, beta=d.normal(B, T, HV), **gates)._replace(**arrays)
-
-
-def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return Draw(17).normal(*shape, 128, 128, dtype=dtype)
-
-
-def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return gated_delta.forward(request_of(OP, inputs, **options), inputs)
-
-
-def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
-    """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
-    request = request_of(OP, inputs, output_final_state=True, **options)
-    got = gated_delta.forward(request, inputs)
-    check_outputs(got, oracle(request, inputs), loose)
-    return got
-
-
-def all_same_bits(x: Outputs, y: Outputs) -> bool:
-    assert x.final_state is not None and y.final_state is not None
-    return same_bits(x.o, y.o) and same_bits(x.final_state, y.final_state)
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -122,15 +98,6 @@ def test_the_contract_s_length(emulated: list[str], gate: str) -> None:
 # --- as servers call it --------------------------------------------------------------------------------------------
 
 
-def pack(lengths: tuple[int, ...], padding: int = 0, **more: Any) -> ChunkInputs:
-    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    return draw(sum(lengths) + padding, seed=sum(lengths), gate="random", cu_seqlens=offsets, **more)
-
-
-def check_servers(inputs: ChunkInputs, **options: Any) -> Expected:
-    return check_pools(gated_delta, OP, inputs, (2 * O_BOUND, 2 * STATE_BOUND), MODEL | options)
-
-
 def test_everything_at_once(emulated: list[str], warpgroups: int) -> None:
     """Two pools of strided rows, sequences without slots, new ones, and rows behind the pack."""
     states, other = pool_of(8, 128), pool_of(9, 128, seed=2)
@@ -138,6 +105,7 @@ def test_everything_at_once(emulated: list[str], warpgroups: int) -> None:
     inputs = pack(
         (70, 0, 17, 65, 1, 33, 0),
         21,
+        gate="random",
         initial_state=states,
         state_indices=torch.tensor([4, 0, 0, 2, 6, 7, -1]),
         has_initial_state=torch.tensor([True, True, True, True, False, False, False]),
@@ -150,7 +118,7 @@ def test_everything_at_once(emulated: list[str], warpgroups: int) -> None:
 
 def test_one_pool_in_place(emulated: list[str]) -> None:
     indices = torch.tensor([3, 5, -4, 1], dtype=torch.int32)
-    inputs = pack((130, 0, 40, 3), 5, initial_state=pool_of(6, 128), state_indices=indices)
+    inputs = pack((130, 0, 40, 3), 5, gate="random", initial_state=pool_of(6, 128), state_indices=indices)
     out = torch.full(inputs.v.shape, 7.0, dtype=torch.bfloat16)
     assert check_servers(inputs._replace(out=out), inplace_state=True).written.nonzero()[0].tolist() == [
         1,
@@ -170,7 +138,7 @@ def test_batches_with_padding(emulated: list[str]) -> None:
 
 @pytest.mark.parametrize("lengths", [(15, 16, 17, 0, 0), (0, 0), (1, 63, 64)])
 def test_padded_packs(emulated: list[str], lengths: tuple[int, ...]) -> None:
-    check_servers(pack(lengths, 70), output_final_state=True)
+    check_servers(pack(lengths, 70, gate="random"), output_final_state=True)
 
 
 def test_checkpoints_of_packs(emulated: list[str]) -> None:
@@ -226,11 +194,8 @@ def test_same_bits_in_any_order(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, warpgroups: int
 ) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
-    inputs, plain = draw(270), emulator.run
-    settings = [*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in (0, 3, 4, 8))]
-    found = []
-    for given in settings:
-        monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
+    inputs, found = draw(270), []
+    for _ in in_each_order(monkeypatch, (0, 3, 4, 8)):
         found.append(run(inputs, output_final_state=True, **MODEL))
     assert all(all_same_bits(x, found[0]) for x in found)
 

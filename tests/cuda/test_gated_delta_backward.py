@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import emulator
 import pytest
 import torch
 from chunk_backward_calls import same_gradients
 from cuda_calls import MODEL, Draw, error
 from emulated_backend import NAME, registered, run_emulated
-from gated_delta_backward_calls import (
-    WHOLE,
-    carry,
-    hold,
-    names_of,
-    output_grads,
-    pack,
-    run,
-    training,
-)
-from test_gated_delta import OP, TOKENS, draw, state
+from gated_delta_backward_calls import WHOLE, carry, check, hold, output_grads, run, training
+from gated_delta_calls import OP, TOKENS, draw, in_each_order, names_of, pack, state
 
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
-from kdacore.types import ChunkInputs, InputGrads, OutputGrads
+from kdacore.types import ChunkInputs, OutputGrads
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -37,15 +25,6 @@ NAN = float("nan")
 def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     carry(monkeypatch, request.param)
     return int(request.param)
-
-
-def check(inputs: ChunkInputs, *, loose: float = 2.0, final: bool = True, **options: Any) -> InputGrads:
-    """Run, compare every gradient with the oracle, return what was computed."""
-    r = training(inputs, output_final_state=final, **options)
-    grads = output_grads(r, inputs)
-    got = run(r, inputs, grads)
-    hold(got, oracle_backward(r, inputs, grads), inputs, loose)
-    return got
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -258,13 +237,10 @@ def test_same_bits_in_any_order(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, warpgroups: int
 ) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
-    inputs, plain = draw(200, 1, 3), emulator.run
+    inputs = draw(200, 1, 3)
     r = training(inputs, output_final_state=True, **MODEL)
-    grads = output_grads(r, inputs)
-    settings = [*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in (0, 3, 4, 8))]
-    found = []
-    for given in settings:
-        monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
+    grads, found = output_grads(r, inputs), []
+    for _ in in_each_order(monkeypatch, (0, 3, 4, 8)):
         found.append(run(r, inputs, grads))
     for other in found[1:]:
         same_gradients(other, found[0])

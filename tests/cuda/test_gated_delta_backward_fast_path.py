@@ -9,16 +9,8 @@ import torch
 from chunk_backward_calls import same_gradients
 from cuda_calls import MODEL
 from emulated_backend import NAME, registered
-from gated_delta_backward_calls import (
-    EVERY,
-    WHOLE,
-    leave_uncut,
-    names_of,
-    output_grads,
-    run,
-    training,
-)
-from test_gated_delta import OP, draw, state
+from gated_delta_backward_calls import EVERY, WHOLE, leave_uncut, output_grads, run, training
+from gated_delta_calls import OP, draw, names_of, state
 
 import kdacore
 from kdacore.types import ChunkInputs, FastGradients, OutputGrads, Request

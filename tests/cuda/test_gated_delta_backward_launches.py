@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 import torch
 from cuda_calls import MODEL, Draw
-from gated_delta_backward_calls import (
-    EVERY,
-    names_of,
-    pack,
-    training,
-)
+from gated_delta_backward_calls import EVERY, training
+from gated_delta_calls import draw, names_of, pack
 from single_launches import launch_kernel
-from test_gated_delta import draw
 
 from kdacore.types import InputGrads
 from kdacore_cuda.forms.gated_delta import backward_launches

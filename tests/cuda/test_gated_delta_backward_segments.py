@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import emulator
 import pytest
 import torch
 from chunk_backward_calls import same_gradients
 from cuda_calls import MODEL, error
 from emulated_backend import NAME, registered, run_emulated
-from gated_delta_backward_calls import WHOLE, hold, names_of, output_grads, pack, run, training
-from test_gated_delta import OP, TOKENS, draw, state
+from gated_delta_backward_calls import WHOLE, check, output_grads, run, training
+from gated_delta_calls import OP, TOKENS, draw, in_each_order, names_of, pack, state
 
 from kdacore.testing import matrix
 from kdacore.testing.serving import judge
-from kdacore.types import ChunkInputs, InputGrads
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms.gated_delta import backward_segments
@@ -42,15 +38,6 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_lengths(monkeypatch: pytest.MonkeyPatch, lengths: SegmentLengths) -> None:
     monkeypatch.setattr(backward_segments, "choose_lengths", lambda *given: lengths)
-
-
-def check(inputs: ChunkInputs, *, loose: float = 2.0, final: bool = True, **options: Any) -> InputGrads:
-    """Run, compare every gradient with the oracle, return what was computed."""
-    r = training(inputs, output_final_state=final, **options)
-    grads = output_grads(r, inputs)
-    got = run(r, inputs, grads)
-    hold(got, oracle_backward(r, inputs, grads), inputs, loose)
-    return got
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -168,11 +155,10 @@ def test_nan_of_another_sequence_reaches_nothing(emulated: list[str]) -> None:
 def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
     use_lengths(monkeypatch, SegmentLengths(1, 0, 2, 1, 5, 2, 5))
-    inputs, plain = draw(600, HV=1), emulator.run
+    inputs = draw(600, HV=1)
     r = training(inputs, output_final_state=True, **MODEL)
     grads, found = output_grads(r, inputs), []
-    for given in ({}, {"seed": 1}, *({"starved": warp} for warp in (0, 3, 4))):
-        monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
+    for _ in in_each_order(monkeypatch, (0, 3, 4)):
         found.append(run(r, inputs, grads))
     for got in found[1:]:
         same_gradients(got, found[0])

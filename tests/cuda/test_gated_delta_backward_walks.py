@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chunk_backward_model as chunk_model
-import emulator
 import gated_delta_model as model
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 from chunk_backward_calls import filled, worst
 from chunk_backward_model import F64
 from cuda_calls import MODEL, Draw, error, request_of
+from gated_delta_calls import NAN, OP, in_each_order
 from single_launches import launch_kernel
 
 from kdacore.types import ChunkInputs, Request
@@ -27,7 +27,6 @@ from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_reference.oracle import to_float64
 
 pytestmark = pytest.mark.usefixtures("poison")
-NAN, OP = float("nan"), "chunk_gated_delta_rule"
 BOUND = 3.5e-3
 """Relative, of each chunk's matrix: a few roundings to bfloat16, and those of the states before."""
 
@@ -314,11 +313,9 @@ def bits_case() -> Case:
 @WALKS
 def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch, walk: Walk) -> None:
     """Of threads and copies, where one warp falls behind all others, and however blocks share a state."""
-    case, plain = bits_case(), emulator.run
-    found = []
+    case, found = bits_case(), []
     for warpgroups, starved in ((1, (0, 3, 4, 7)), (2, (0, 5, 8, 11))):
-        for given in (*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in starved)):
-            monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
+        for _ in in_each_order(monkeypatch, starved):
             found.append(walk(case, warpgroups))
     assert all(same(x, found[0]) for x in found)
 

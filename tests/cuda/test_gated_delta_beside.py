@@ -17,6 +17,7 @@ import torch
 from cuda_calls import MODEL, Draw, request_of
 from emulated_backend import registered, run_emulated, wide_inference_cases
 from form_calls import FormCall
+from gated_delta_calls import OP, all_same_bits, draw, in_each_order, names_of, pack
 from pool_checks import pool_of, same_bits
 
 from kdacore.testing.cases import Case
@@ -31,7 +32,6 @@ from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.program import Launch
 
 pytestmark = pytest.mark.usefixtures("poison")
-OP = "chunk_gated_delta_rule"
 ENTRIES = ["chunk_records_beside", "walk_records_beside"]
 
 
@@ -40,18 +40,6 @@ def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """With few, a block makes many units one after another."""
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: request.param)
     return int(request.param)
-
-
-def draw(T: int, H: int = 1, HV: int = 2, B: int = 1, seed: int = 0, **arrays: Any) -> ChunkInputs:
-    d = Draw(seed)
-    gates = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate("init", B, T, HV, 1).items()}
-    q, k, v = d.normal(B, T, H, 128), d.normal(B, T, H, 128), d.normal(B, T, HV, 128)
-    return ChunkInputs(q, k, v, beta=d.normal(B, T, HV), **gates)._replace(**arrays)
-
-
-def pack(lengths: tuple[int, ...], H: int = 1, HV: int = 2, padding: int = 0, **arrays: Any) -> ChunkInputs:
-    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    return draw(sum(lengths) + padding, H, HV, seed=sum(lengths), cu_seqlens=offsets, **arrays)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, beside: bool, **options: Any) -> Outputs:
@@ -77,7 +65,7 @@ def check(
     want = run(monkeypatch, inputs, False, **options)
     launched.clear()
     got = run(monkeypatch, inputs, True, **options)
-    assert [name.split("-")[0] for name in launched] == ENTRIES
+    assert names_of(launched) == ENTRIES
     for name, x, y in zip(Outputs._fields, got, want, strict=True):
         if isinstance(y, torch.Tensor):
             assert same_bits(x, y), name
@@ -123,7 +111,7 @@ def test_packs(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, lengths: tuple[int, ...]
 ) -> None:
     """With rows behind the last sequence."""
-    inputs = pack(lengths, 2 if len(lengths) < 6 else 1, 2, padding=70)
+    inputs = pack(lengths, 70, H=2 if len(lengths) < 6 else 1)
     check(monkeypatch, emulated, inputs, output_final_state=True)
 
 
@@ -156,17 +144,11 @@ def test_same_bits_in_any_order(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
 ) -> None:
     """Of threads, copies and blocks; and where one warp falls behind all others."""
-    inputs, plain = pack((270, 100)), emulator.run
+    inputs = pack((270, 100))
     want = run(monkeypatch, inputs, False, output_final_state=True)
-    settings: list[dict[str, int]] = [{"seed": seed} for seed in range(2)]
-    settings += [{"dispatch": x} for x in (emulator.BACKWARDS, emulator.SHUFFLED)]
-    settings += [{"starved": warp} for warp in (0, 3, 4, 8, 12)]
-    for given in settings:
-        with monkeypatch.context() as patched:
-            patched.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
-            got = run(monkeypatch, inputs, True, output_final_state=True)
-        assert got.final_state is not None and want.final_state is not None
-        assert same_bits(got.o, want.o) and same_bits(got.final_state, want.final_state), given
+    for given in in_each_order(monkeypatch, (0, 3, 4, 8, 12), (emulator.BACKWARDS, emulator.SHUFFLED)):
+        got = run(monkeypatch, inputs, True, output_final_state=True)
+        assert all_same_bits(got, want), given
 
 
 @pytest.mark.exhaustive
@@ -276,7 +258,7 @@ extern "C" const char* run(GatedDeltaParams p, int* out, int count) {
     "inputs",
     [
         draw(200, 2, 2, B=3),
-        pack((130, 0, 300, 64, 70, 130), 2, 2, padding=200),
+        pack((130, 0, 300, 64, 70, 130), 200, H=2),
         pack((15, 70, 0, 1) * 8),
         pack((0, 0), padding=9),
     ],

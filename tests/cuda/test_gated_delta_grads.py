@@ -7,13 +7,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import chunk_backward_model as images
-import emulator
 import numpy as np
 import pytest
 import torch
 from cuda_calls import MODEL, Draw, error, request_of
+from gated_delta_calls import draw, in_each_order
 from single_launches import launch_kernel
-from test_gated_delta import draw
 
 from kdacore.types import ChunkInputs, Request
 from kdacore_cuda.build.compiler import compile_kernel
@@ -258,10 +257,8 @@ def test_nearly_equal_keys() -> None:
 
 def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
-    plain, found = emulator.run, []
-    inputs = draw(200, 2, 4)
-    for given in (*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in (0, 3, 5, 8, 12))):
-        monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
+    inputs, found = draw(200, 2, 4), []
+    for _ in in_each_order(monkeypatch, (0, 3, 5, 8, 12)):
         found.append(check(inputs))
     assert all(torch.equal(x[n], found[0][n]) for x in found for n in x)
 

@@ -9,18 +9,8 @@ import pytest
 import torch
 from chunk_backward_calls import same_gradients
 from cuda_calls import MODEL, check_outputs, oracle
-from gated_delta_backward_calls import (
-    WHOLE,
-    carry,
-    hold,
-    leave_uncut,
-    names_of,
-    output_grads,
-    pack,
-    run,
-    training,
-)
-from test_gated_delta import draw, state
+from gated_delta_backward_calls import WHOLE, carry, hold, leave_uncut, output_grads, run, training
+from gated_delta_calls import draw, names_of, pack, state
 
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda.forms.gated_delta import forward as gated_delta

@@ -4,18 +4,28 @@ equal bits."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import emulator
 import gated_delta_model as model
-import numpy as np
 import pytest
 import torch
-from cuda_calls import MODEL, O_BOUND, STATE_BOUND, Draw, check_outputs, error, oracle, request_of
+from cuda_calls import MODEL, error, request_of
 from emulated_backend import registered, run_emulated, wide_inference_cases
-from pool_checks import check_pools, pool_of, same_bits
+from gated_delta_calls import (
+    NAN,
+    OP,
+    TOKENS,
+    all_same_bits,
+    check,
+    check_servers,
+    draw,
+    in_each_order,
+    names_of,
+    pack,
+    run,
+    state,
+)
+from pool_checks import pool_of, same_bits
 
-from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
@@ -24,8 +34,6 @@ from kdacore_cuda.forms.gated_delta.kernels import first_segments_kernel, later_
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 
 pytestmark = pytest.mark.usefixtures("poison")
-NAN, OP = float("nan"), "chunk_gated_delta_rule"
-TOKENS = ("q", "k", "v", "g", "beta")
 SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
 """Chunks: two, one, one, then three each."""
 
@@ -40,35 +48,6 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_lengths(monkeypatch: pytest.MonkeyPatch, lengths: SegmentLengths) -> None:
     monkeypatch.setattr(segments, "choose_lengths", lambda *given: lengths)
-
-
-def draw(
-    T: int, H: int = 1, HV: int = 2, B: int = 1, seed: int = 0, gate: str = "init", **arrays: Any
-) -> ChunkInputs:
-    d = Draw(seed)
-    gates = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate(gate, B, T, HV, 1).items()}
-    q, k, v = d.normal(B, T, H, 128), d.normal(B, T, H, 128), d.normal(B, T, HV, 128)
-    return ChunkInputs(q, k, v, beta=d.normal(B, T, HV), **gates)._replace(**arrays)
-
-
-def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return Draw(17).normal(*shape, 128, 128, dtype=dtype)
-
-
-def run(inputs: ChunkInputs, **options: Any) -> Outputs:
-    return gated_delta.forward(request_of(OP, inputs, **options), inputs)
-
-
-def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
-    """Run, compare with the oracle, return what was computed. Short sequences: the contract's hard-case factor."""
-    request = request_of(OP, inputs, output_final_state=True, **options)
-    got = gated_delta.forward(request, inputs)
-    check_outputs(got, oracle(request, inputs), loose)
-    return got
-
-
-def names_of(launched: list[str]) -> list[str]:
-    return [name.split("-")[0] for name in launched]
 
 
 CUT = ["chunk_records", "walk_first_segments", "chain", "walk_later_segments"]
@@ -158,15 +137,6 @@ def test_states(emulated: list[str], every: int, v_first: bool, dtype: torch.dty
 # --- as servers call it --------------------------------------------------------------------------------------------
 
 
-def pack(lengths: tuple[int, ...], padding: int = 0, **more: Any) -> ChunkInputs:
-    offsets = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    return draw(sum(lengths) + padding, seed=sum(lengths), gate="random", cu_seqlens=offsets, **more)
-
-
-def check_servers(inputs: ChunkInputs, **options: Any) -> Any:
-    return check_pools(gated_delta, OP, inputs, (2 * O_BOUND, 2 * STATE_BOUND), MODEL | options)
-
-
 def test_everything_at_once(emulated: list[str]) -> None:
     """Two pools of strided rows; sequences without slots, new ones, rows behind the pack, none to five segments."""
     states, other = pool_of(8, 128), pool_of(9, 128, seed=2)
@@ -174,6 +144,7 @@ def test_everything_at_once(emulated: list[str]) -> None:
     inputs = pack(
         (70, 0, 317, 257, 1, 129, 0, 500),
         21,
+        gate="random",
         initial_state=states,
         state_indices=torch.tensor([4, 0, 0, 2, 6, 7, -1, 3]),
         has_initial_state=torch.tensor([True, True, True, True, False, False, False, True]),
@@ -187,7 +158,7 @@ def test_everything_at_once(emulated: list[str]) -> None:
 
 def test_one_pool_in_place(emulated: list[str]) -> None:
     indices = torch.tensor([3, 5, -4, 1], dtype=torch.int32)
-    inputs = pack((330, 0, 40, 193), 5, initial_state=pool_of(6, 128), state_indices=indices)
+    inputs = pack((330, 0, 40, 193), 5, gate="random", initial_state=pool_of(6, 128), state_indices=indices)
     out = torch.full(inputs.v.shape, 7.0, dtype=torch.bfloat16)
     assert check_servers(inputs._replace(out=out), inplace_state=True).written.nonzero()[0].tolist() == [
         1,
@@ -272,13 +243,10 @@ def test_nan_of_another_sequence_reaches_nothing(emulated: list[str]) -> None:
 def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
     use_lengths(monkeypatch, SegmentLengths(1, 0, 2, 1, 6, 2, 6))
-    inputs, plain = draw(650, HV=1), emulator.run
-    settings = [*({"seed": seed} for seed in range(2)), *({"starved": warp} for warp in (0, 3, 4))]
-    found = []
-    for given in settings:
-        monkeypatch.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
+    inputs, found = draw(650, HV=1), []
+    for _ in in_each_order(monkeypatch, (0, 3, 4)):
         found.append(run(inputs, output_final_state=True, **MODEL))
-    assert all(same_bits(x.o, found[0].o) and same_bits(x.final_state, found[0].final_state) for x in found)
+    assert all(all_same_bits(x, found[0]) for x in found)
 
 
 @pytest.mark.exhaustive

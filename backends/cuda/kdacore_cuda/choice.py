@@ -135,9 +135,8 @@ def _choose_chunk(r: Request, device: Figures) -> Choice:
 def _choose_gated_delta(r: Request, device: Figures) -> Choice:
     amount, count, items = amount_of(r), device.multiprocessors, items_for_choice(r)
     most = most_cut(count)
-    if (
-        may_save_operands(r) and items > most
-    ):  # where it is cut, the backward makes its states in another order
+    # Where it is cut, the backward makes its states in another order.
+    if items > most and may_save_operands(r):
         return Choice("gated_delta", f"disable_recompute, {amount}", saves="operands")
     why = f"{amount} (segments: up to {most} on {count} multiprocessors)"
     if items <= most:
@@ -146,24 +145,6 @@ def _choose_gated_delta(r: Request, device: Figures) -> Choice:
         walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
         return Choice("gated_delta", f"{amount}, records beside walks ({walking})", beside=True)
     return Choice("gated_delta", why)
-
-
-def most_cut(multiprocessors: int) -> int:
-    """The most items for which long sequences of the gated delta rule are cut into segments: as many as leave room for
-    three later segments of each, with two blocks a segment.
-
-    A first and three later segments of 8192 tokens take 64 chunks one after another, in two walks, instead of 128.
-    """
-    return multiprocessors // 6
-
-
-def use_cut_backward(items: int, multiprocessors: int) -> bool:
-    """Whether long sequences of so many items of the gated delta rule are walked in segments by the backward, too.
-
-    With two blocks for each later segment and direction two such segments find room. Three of 8192 tokens take 86
-    chunks one after another, in two walks, instead of 128.
-    """
-    return 8 * items <= multiprocessors
 
 
 def amount_of(r: Request) -> str:
@@ -247,6 +228,24 @@ head. With 36 items, 72 walking of 132 multiprocessors, both ways take as long i
 _CHUNK, _LEAST_UNITS = 64, 3
 """Tokens of a chunk. Chunks of key heads for each multiprocessor: with fewer, most records are made as soon as the
 first ones."""
+
+
+def most_cut(multiprocessors: int) -> int:
+    """The most items for which long sequences of the gated delta rule are cut into segments: as many as leave room for
+    three later segments of each, with two blocks a segment.
+
+    A first and three later segments of 8192 tokens take 64 chunks one after another, in two walks, instead of 128.
+    """
+    return multiprocessors // 6
+
+
+def use_cut_backward(items: int, multiprocessors: int) -> bool:
+    """Whether long sequences of so many items of the gated delta rule are walked in segments by the backward, too.
+
+    With two blocks for each later segment and direction two such segments find room. Three of 8192 tokens take 86
+    chunks one after another, in two walks, instead of 128.
+    """
+    return 8 * items <= multiprocessors
 
 
 def use_records_beside(r: Request, multiprocessors: int) -> bool:

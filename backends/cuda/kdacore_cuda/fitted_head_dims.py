@@ -19,7 +19,6 @@ SIZE = 128
 Forward = Callable[[Request, Any], Outputs]
 Backward = Callable[[Request, ChunkInputs, tuple[Any, ...], OutputGrads], InputGrads]
 
-
 OPS = frozenset({"chunk_kda", "chunk_gated_delta_rule"})
 
 
@@ -38,7 +37,7 @@ def blocks_of(r: Request) -> int:
 @lru_cache(maxsize=1024)
 def fitted_request(r: Request) -> Request:
     """The call that is made instead."""
-    HV, given = r.HV * blocks_of(r), dict(r.tensors)
+    HV = r.HV * blocks_of(r)
     shapes: dict[str, tuple[int, ...]] = {
         "q": (r.B, r.T, r.H, SIZE),
         "k": (r.B, r.T, r.H, SIZE),
@@ -51,7 +50,7 @@ def fitted_request(r: Request) -> Request:
     }
     tensors = tuple(
         (name, TensorSpec(shapes.get(name, spec.shape), spec.dtype))
-        for name, spec in given.items()
+        for name, spec in r.tensors
         if name != "out"
     )
     return dataclasses.replace(r, HV=HV, K=SIZE, V=SIZE, tensors=tensors, features=r.features - {"out"})

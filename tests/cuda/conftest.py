@@ -17,6 +17,7 @@ from guarded_memory import guard
 from program_launches import launches_of
 
 from kdacore_cuda.build import launch_sizes
+from kdacore_cuda.fitted_head_dims import fitted_request
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.program import Program
 
@@ -65,6 +66,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "launch_sizes",
         lambda kernel, arch: plain(kernel, arch) if arch else emulator.launch_sizes(kernel),
     )
+    fitted_request.cache_clear()  # plans go by request, and hold what made their launches
     monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch_launch, "clusters_at_once", lambda kernel, arch, index: 0)

@@ -21,11 +21,19 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def draw(
-    T: int, H: int = 1, HV: int = 2, B: int = 1, seed: int = 0, gate: str = "init", **arrays: Any
+    T: int,
+    H: int = 1,
+    HV: int = 2,
+    B: int = 1,
+    seed: int = 0,
+    gate: str = "init",
+    dims: tuple[int, int] = (128, 128),
+    **arrays: Any,
 ) -> ChunkInputs:
-    d = Draw(seed)
+    """``dims``: K and V."""
+    d, (K, V) = Draw(seed), dims
     gates = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate(gate, B, T, HV, 1).items()}
-    q, k, v = d.normal(B, T, H, 128), d.normal(B, T, H, 128), d.normal(B, T, HV, 128)
+    q, k, v = d.normal(B, T, H, K), d.normal(B, T, H, K), d.normal(B, T, HV, V)
     return ChunkInputs(q, k, v, beta=d.normal(B, T, HV), **gates)._replace(**arrays)
 
 
@@ -37,8 +45,10 @@ def pack(
     return draw(sum(lengths) + padding, seed=sum(lengths), cu_seqlens=offsets, **more)
 
 
-def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return Draw(17).normal(*shape, 128, 128, dtype=dtype)
+def state(
+    *shape: int, dtype: torch.dtype = torch.float32, matrix: tuple[int, int] = (128, 128)
+) -> torch.Tensor:
+    return Draw(17).normal(*shape, *matrix, dtype=dtype)
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:

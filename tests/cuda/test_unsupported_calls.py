@@ -121,8 +121,9 @@ def test_gradients_are_rejected_elsewhere(changes: dict[str, Any]) -> None:
     ("changes", "code"),
     [
         ({"device": Device("cuda", 0, "sm_100")}, "device"),
-        ({"K": 32, "V": 64}, "head_dim"),
-        ({"K": 64, "V": 64}, "head_dim"),
+        ({"K": 40, "V": 64}, "head_dim"),
+        ({"K": 64, "V": 100}, "head_dim"),
+        ({"K": 256, "V": 64}, "head_dim"),
         ({"dtype": "float16"}, "dtype"),
     ],
 )

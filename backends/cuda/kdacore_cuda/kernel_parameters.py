@@ -212,12 +212,13 @@ GATED_DELTA = ParamStruct(
     (
         *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt records"), *_STATE_ROWS, *_STATE_STRIDES, *_TOKEN_STRIDES),
         *_fields("i64", "T h_factor group_factor chunks_factor"),
-        *_fields("i32", "N H HV NT ckpt_every null_index gate flags g_type beta_type bias_type"),
+        *_fields("i32", "N H HV K V NT ckpt_every null_index gate flags g_type beta_type bias_type"),
         *(*_fields("i32", "h_shift group_shift chunks_shift"), *_fields("f32", "scale lower_bound")),
     ),
 )
 """Parameters of both launches of the gated delta rule, csrc/sm90/gated_delta. ``records``: what the first leaves for
-the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT."""
+the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT. ``K`` and ``V`` are read by kernels of
+narrow heads (csrc/sm90/gated_delta/head_dims.cuh)."""
 
 RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready"), *_fields("i64", "launch")))
 GATED_DELTA_BESIDE = ParamStruct(

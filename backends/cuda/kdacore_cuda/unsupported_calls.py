@@ -143,20 +143,26 @@ _IN_PLACE = POOL_FEATURES | {"checkpoint_offsets"}
 
 @common.reads_no_lengths
 def chunk_head_dims(request: Request) -> Reason | None:
-    """Head dims from 64 are filled up to the kernels' 128 and wider values are split, which pools of states and
+    """Head dims from 64 that no kernel has are filled up to 128 and wider values are split, which pools of states and
     checkpoints at offsets, as they lie in memory, cannot be. Of smaller ones too much would be zeros."""
     if not is_fitted(request):
         return None
     got = f"K={request.K}, V={request.V}"
     if not (64 <= request.K <= 128 and request.V >= 64):
-        return Reason("head_dim", "has kernels for other head dims", got, "K 64 to 128, V 64 or more")
+        return Reason("head_dim", "has kernels for other head dims", got, _WANTED[request.scalar_gate])
     padded = 128 * 128 * blocks_of(request)
     if request.op == "chunk_gated_delta_rule" and padded > 2 * request.K * request.V:
         # benchmarks/results/h200/h200-head-dims.json
-        return Reason("head_dim", "would compute with more zeros than numbers", got, "K = V = 96 or more")
+        return Reason("head_dim", "would compute with more zeros than numbers", got, _OWN_DIMS)
     if request.features & _IN_PLACE:
-        return Reason("head_dim", "has kernels for pools of other states", got, "K = V = 128, or no pool")
+        own = f"{_OWN_DIMS if request.scalar_gate else 'K = V = 128'}, or no pool"
+        return Reason("head_dim", "has kernels for pools of other states", got, own)
     return None
+
+
+_OWN_DIMS = "multiples of 16 up to 128"
+_WANTED = {False: "K 64 to 128, V 64 or more", True: f"{_OWN_DIMS}; or K 64 to 128, V 64 or more"}
+"""By whether there is one decay a head."""
 
 
 STAGE_DTYPES = ("bfloat16", "float16")

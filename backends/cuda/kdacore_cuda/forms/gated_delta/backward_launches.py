@@ -19,10 +19,12 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
 from kdacore_cuda.forms.gated_delta.backward_segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.kernels import (
+    Variant,
     backward_walk_kernel,
     grads_kernel,
     records_kernel,
     sums_kernel,
+    variant_of,
 )
 from kdacore_cuda.forms.gated_delta.launches import call_numbers
 from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_BYTES, places
@@ -47,7 +49,7 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     """The launches of a backward, given contiguous arrays.
 
     Args:
-        r: the call; bfloat16 q, k and v, K = V = 128, no pools.
+        r: the call; bfloat16 q, k and v, K and V up to 128, no pools.
         wanted: for each gradient whether a call returns it.
         saved: what is there of the forward's: :attr:`kdacore_cuda.choice.Choice.saves`.
         sums_to_caller: sums for gradients of A_log and dt_bias over chunks are left to the caller.
@@ -79,7 +81,7 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     if cut is not None:
         numbers |= numbers_of(r, cut, workspace)
     walk = (True, cut.chain) if cut else (False, warpgroups)
-    program = _program(numbers, walk, bool(saved), unwanted, parts, sums_to_caller, r.packed)
+    program = _program(numbers, variant_of(r), walk, bool(saved), unwanted, parts, sums_to_caller, r.packed)
     buffers = {"workspace": workspace.bytes, "second": second.bytes, "zeroed": zeroed.bytes}
     return Launches(program, numbers, arch_of(r), buffers)
 
@@ -93,6 +95,7 @@ def _gradient_bytes(r: Request, name: str) -> int:
 @made_once
 def _program(
     numbers: Iterable[str],
+    of: Variant,
     walk: tuple[bool, int],
     saved: bool,
     unwanted: tuple[str, ...],
@@ -115,13 +118,13 @@ def _program(
         steps.append(Clear("zeroed", "zeroed_bytes"))
     if not saved:
         records: dict[str, Value] = {"records": fields["records"]}
-        steps.append(Launch("records", records_kernel(), "record_blocks", records))
+        steps.append(Launch("records", records_kernel(of), "record_blocks", records))
     cut, size = walk
     if cut:
-        steps += steps_of(fields, size)
+        steps += steps_of(fields, of, size)
     else:
-        steps.append(Launch("walks", backward_walk_kernel(size, not saved), "walk_blocks", fields))
-    steps.append(Launch("grads", grads_kernel(), "grads_blocks", fields))
+        steps.append(Launch("walks", backward_walk_kernel(size, not saved, of), "walk_blocks", fields))
+    steps.append(Launch("grads", grads_kernel(of), "grads_blocks", fields))
     if parts and not sums_to_caller:
         absent: dict[str, Value] = {}
         if "dA_part" not in parts:

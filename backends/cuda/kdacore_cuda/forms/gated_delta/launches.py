@@ -14,9 +14,11 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
     BLOCKS_BESIDE,
+    Variant,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
+    variant_of,
     walk_beside_kernel,
     walk_kernel,
 )
@@ -30,7 +32,7 @@ from kdacore_cuda.runtime.program import LAUNCH, Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
-    """The launches of a call; bfloat16 q, k and v, K = V = 128. What it saves for the backward is the buffer
+    """The launches of a call; bfloat16 q, k and v, K and V up to 128. What it saves for the backward is the buffer
     ``saved``."""
     choice = chosen(r)
     if choice.beside:
@@ -43,7 +45,7 @@ def launches_of(r: Request) -> Launches:
     numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, buffer)
     if cut is not None:
         numbers |= numbers_of(r, cut, buffer)
-    program = _program(numbers, warpgroups, saves, cut is not None, cut.chain if cut else 0)
+    program = _program(numbers, variant_of(r), warpgroups, saves, cut is not None, cut.chain if cut else 0)
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
 
@@ -57,7 +59,7 @@ def _launches_beside(r: Request) -> Launches:
         "record_blocks": records_blocks_beside(slots * r.H, items, multiprocessors_of(r)),
         "walk_blocks": BLOCKS_BESIDE * items,
     }
-    return Launches(_program_beside(numbers), numbers, arch_of(r), {"workspace": buffer.bytes})
+    return Launches(_program_beside(numbers, variant_of(r)), numbers, arch_of(r), {"workspace": buffer.bytes})
 
 
 def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
@@ -69,6 +71,8 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
     """
     slots = chunk_slots(r)
     numbers = chunk_numbers(r) | {
+        "K": r.K,
+        "V": r.V,
         "g_type": type_code(r, "g"),
         "units": slots * r.H,
         "record_blocks": slots * r.H,
@@ -81,28 +85,30 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
 
 
 @made_once
-def _program(numbers: Iterable[str], warpgroups: int, saves: bool, cut: bool, chain: int) -> Program:
+def _program(
+    numbers: Iterable[str], of: Variant, warpgroups: int, saves: bool, cut: bool, chain: int
+) -> Program:
     """``cut``: sequences have several segments. ``chain``: blocks a state of the launch that chains them, 0 without."""
     buffer = "saved" if saves else "workspace"
     records: dict[str, Value] = arguments_of(GATED_DELTA) | {"records": (buffer, "records_at")}
     kept: dict[str, Value] = {name: (buffer, f"{name}_at") for name in SAVED} if saves else {}
-    steps = [Launch("records", records_kernel(), "record_blocks", records)]
+    steps = [Launch("records", records_kernel(of), "record_blocks", records)]
     if cut:
-        steps += steps_of(records, chain)
+        steps += steps_of(records, of, chain)
     else:
-        steps.append(Launch("walk", walk_kernel(warpgroups, saves), "walk_blocks", records | kept))
+        steps.append(Launch("walk", walk_kernel(warpgroups, saves, of), "walk_blocks", records | kept))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))
 
 
 @made_once
-def _program_beside(numbers: Iterable[str]) -> Program:
+def _program_beside(numbers: Iterable[str], of: Variant) -> Program:
     fields: dict[str, Value] = arguments_of(GATED_DELTA_BESIDE) | {
         "records": ("workspace", "records_at"),
         "ready": ("workspace", "flags_at"),
         "launch": LAUNCH,
     }
     steps = (
-        Launch("records", records_beside_kernel(), "record_blocks", fields),
-        Launch("walk", walk_beside_kernel(), "walk_blocks", fields),
+        Launch("records", records_beside_kernel(of), "record_blocks", fields),
+        Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
     )
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

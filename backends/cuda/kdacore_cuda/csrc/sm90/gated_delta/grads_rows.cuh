@@ -103,9 +103,10 @@ __device__ __forceinline__ void pass_norm(RowSums& d, const float (&norm)[2], u3
   each_row_element(d, tile, l, [&](int i, float& x, float y) { x -= less[i] * y; });
 }
 
-// A warp's rows through its part of an image, of which it is the only user, to device memory.
+// A warp's rows through its part of an image, of which it is the only user, to device memory, which has `size` elements
+// of each.
 __device__ __forceinline__ void store_rows(const RowSums& d, u32 image, u64 to, long long row_bytes, int rows,
-                                           const Lane& l) {
+                                           int size, const Lane& l) {
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     u32 r[4];
@@ -114,6 +115,7 @@ __device__ __forceinline__ void store_rows(const RowSums& d, u32 image, u64 to, 
   }
   sync_warp();
   const int piece = l.lane & 15;
+  if (!has_piece(PIECE * piece, size)) rows = 0;
 #pragma unroll
   for (int n = 0; n < 16; n += 2) {
     const int row = 16 * l.block + n + (l.lane >> 4);

@@ -139,11 +139,13 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
           pass_norm(d, norm, own, l);
         }
         const u32 staging = side == QUERIES ? (at.heads().stage() + OFFSET(HeadStage, u)) : operand;
-        const long long row_bytes = 2ll * p.H * K;
+        const int channels = channels_of(p);
+        const long long row_bytes = key_row_bytes(p);
         sync_side(side);  // KEYS has read the pairs in whose place dk is staged
         store_rows(d, staging,
-                   (side == QUERIES ? p.dq : p.dk) + (u.batch * p.T + u.first) * row_bytes + 2ll * u.h * K,
-                   row_bytes, u.rows, l);
+                   (side == QUERIES ? p.dq : p.dk) + (u.batch * p.T + u.first) * row_bytes +
+                       2ll * u.h * channels,
+                   row_bytes, u.rows, channels, l);
         fence_async_proxy();  // a bulk copy overwrites what has been staged
         warp_arrive(at.heads().empty(), l.lane);
         warp_arrive(at.keys().empty(), l.lane);

@@ -58,9 +58,11 @@ __device__ __forceinline__ u32 pair_block(u32 pairs, int row_block, int j) {
   return pairs + (row_block * (row_block + 1) / 2 + j) * (u32)sizeof(PairBlock);
 }
 
-// 64 rows of 128 bfloat16; zeros past the end.
-__device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows, int thread) {
+// 64 rows of `channels` bfloat16; zeros past the end, and up to 128.
+__device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows, int thread,
+                                           int channels = K) {
   const int piece = thread & 15;
+  if (!has_piece(PIECE * piece, channels)) rows = 0;
 #pragma unroll
   for (int n = 0; n < 1024 / UNIT_THREADS; ++n) {
     const int row = (thread >> 4) + UNIT_THREADS / 16 * n;
@@ -251,9 +253,9 @@ __device__ __forceinline__ HeadRange value_heads(const GatedDeltaParams& p, cons
 __device__ __forceinline__ TokenInputs fetch_unit(const GatedDeltaParams& p, const KeyUnit& u, u32 shared,
                                                   int thread) {
   fetch_tile(shared + OFFSET(UnitMemory, k), p.k + 2 * (u.batch * p.k_sb + u.first * p.k_st + u.h * p.k_sh),
-             2 * p.k_st, u.rows, thread);
+             2 * p.k_st, u.rows, thread, channels_of(p));
   fetch_tile(shared + OFFSET(UnitMemory, q), p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh),
-             2 * p.q_st, u.rows, thread);
+             2 * p.q_st, u.rows, thread, channels_of(p));
   copy_async_commit();
   const HeadRange heads = value_heads(p, u);
   const int lane = thread & 31, warp = uniform(thread >> 5);

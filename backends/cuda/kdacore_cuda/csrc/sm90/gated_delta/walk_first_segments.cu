@@ -50,6 +50,6 @@ KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) 
     load_map(p, find_mapped(p, block), shared, thread);
   else
     load_forward(p, WrittenRecords{}, find_first(p, block), shared, thread);
-  clear_unused_rows(p, 2ll * p.HV * V,
+  clear_unused_rows(p, value_row_bytes(p),
                     {(u32)(32 * LOAD_WARPS * block + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
 }

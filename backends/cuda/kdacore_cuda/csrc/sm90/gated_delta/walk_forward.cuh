@@ -13,6 +13,7 @@
 #pragma once
 
 #include "common/clear_rows.cuh"
+#include "sm90/gated_delta/walk_arrays.cuh"
 #include "sm90/gated_delta/walk_factors.cuh"
 #include "sm90/gated_delta/walk_loads.cuh"
 #include "sm90/gated_delta/walk_stores.cuh"
@@ -89,7 +90,7 @@ __device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p,
 template <class Params>
 __device__ __forceinline__ void begin_state(State& state, const Params& p, const Item& item, int row,
                                             const Lane& l) {
-  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
 }
 // Checkpoints before those that the walk writes, `every` chunks apart; chunks until its first one.
 struct CheckpointsBefore {
@@ -100,8 +101,8 @@ __device__ __forceinline__ CheckpointsBefore checkpoints_before(const Item&, int
 template <class Params>
 __device__ __forceinline__ void end_state(State& state, const Params& p, const Item& item, u64, int row,
                                           const Lane& l) {
-  if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
-    write_state(state, row, l.t, final, p.flags);
+  if (const u64 final = final_state_at(p, item.n, item.hv, state_elements(p)))
+    write_own_state(state, p, row, l.t, final);
 }
 
 // What is kept of a chunk: where a lane's part of u goes, and the state's image.
@@ -128,15 +129,11 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
   const CheckpointsBefore before = checkpoints_before(item, block);
   int wait = p.ckpt_every ? before.wait : 1 << 30;  // until the next one
-  const u64 head_bytes = (u64)K * V * state_size(p);
+  const u64 head_bytes = (u64)state_elements(p) * state_size(p);
   u64 checkpoint =
       p.ckpt_every ? p.ckpt + ((first_checkpoint(p, item.n) + before.rows) * p.HV + item.hv) * head_bytes : 0;
-  const long long token_bytes = 2ll * p.HV * V;
   // Of the chunk before, whose output is stored beside this one's products.
-  OutputPlace to = output_place<PackedRows>(reinterpret_cast<unsigned char*>(p.o) +
-                                                (item.s.batch * p.T + item.s.first - C) * token_bytes +
-                                                2 * (item.hv * V + l.row),
-                                            (int)token_bytes, l);
+  ValuePlace to = value_place(p, p.o, item.s.batch * p.T + item.s.first - C, item.hv, l);
   const u32 own = shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
   const PackedRows staging = {own};
   int left = item.s.length, out_tokens = 0;
@@ -149,7 +146,7 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
 #pragma unroll 1
   for (int c = 0; c < item.s.chunks; ++c) {
     if (wait == 0) {
-      write_state(state, row, l.t, checkpoint, p.flags);
+      write_own_state(state, p, row, l.t, checkpoint);
       checkpoint += (u64)p.HV * head_bytes;
       wait = block;
     }
@@ -177,8 +174,8 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
     const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     stage_output(out, staging, l);
     scale_state(state, last);
-    store_output(read_output(staging, l), to, out_tokens, l);
-    next_chunk(to);
+    store_output(read_output(staging, l), to.place, to.tokens(out_tokens), l);
+    next_chunk(to.place);
     if constexpr (KEEPS) store_state_rows(s, own, kept.state, l);
     warpgroup_wait<1>();
     fence_registers(u);
@@ -230,7 +227,7 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
     left -= C;
   }
   stage_output(out, staging, l);
-  store_output(read_output(staging, l), to, out_tokens, l);
+  store_output(read_output(staging, l), to.place, to.tokens(out_tokens), l);
   end_state(state, p, item, wait ? 0 : checkpoint, row, l);
 }
 
@@ -249,7 +246,7 @@ __device__ __forceinline__ void walk_forward(const Params& p, u32 shared, Record
     const int thread = thread_index() - 32 * STATE_WARPS;
     load_forward(p, records, find_item(p), shared, thread);
     clear_unused_rows(
-        p, 2ll * p.HV * V,
+        p, value_row_bytes(p),
         {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
   }
 }

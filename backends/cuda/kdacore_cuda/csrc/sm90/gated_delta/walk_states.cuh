@@ -4,6 +4,7 @@
 //   S k^T,  y t^T (added to y),  (to_end u) k (added to last S)
 #pragma once
 
+#include "sm90/gated_delta/walk_arrays.cuh"
 #include "sm90/gated_delta/walk_factors.cuh"
 #include "sm90/gated_delta/walk_loads.cuh"
 #include "sm90/gated_delta/walk_stores.cuh"
@@ -49,7 +50,7 @@ __device__ __forceinline__ void load_states(const GatedDeltaBackwardParams& p, c
 // Where a walk begins and ends, of a whole sequence; walk_backward_segment.cuh has the same of a segment.
 __device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwardParams& p, const Item& item,
                                             int row, const Lane& l) {
-  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
 }
 __device__ __forceinline__ void end_alone(State&, const GatedDeltaBackwardParams&, const Item&, int,
                                           const Lane&) {}

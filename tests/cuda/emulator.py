@@ -59,6 +59,7 @@ extern "C" const char* run({params} p, int grid, int cluster, int threads, int s
   emu::dispatch = dispatch;
   emu::starved = starved;
   emu::left_operands_stay = {stay};
+  emu::operands_are_f16 = {f16};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
 extern "C" size_t kept_bytes() {{ return emu::kept_bytes; }}
@@ -100,8 +101,9 @@ def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL
         )
         else "false"
     )
+    f16 = "true" if kernel.macros.get("HALF_F16") else "false"
     text = _RUNNER.format(
-        path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay
+        path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay, f16=f16
     )
     headers = gather_headers((CSRC / kernel.path).read_text())
     flags = [*(f"-D{key}={value}" for key, value in kernel.macros.items()), *more]

@@ -28,10 +28,11 @@ def draw(
     seed: int = 0,
     gate: str = "init",
     dims: tuple[int, int] = (128, 128),
+    of: torch.dtype = torch.bfloat16,
     **arrays: Any,
 ) -> ChunkInputs:
-    """``dims``: K and V."""
-    d, (K, V) = Draw(seed), dims
+    """``dims``: K and V; ``of``: the dtype of 16-bit arrays."""
+    d, (K, V) = Draw(seed, of), dims
     gates = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate(gate, B, T, HV, 1).items()}
     q, k, v = d.normal(B, T, H, K), d.normal(B, T, H, K), d.normal(B, T, HV, V)
     return ChunkInputs(q, k, v, beta=d.normal(B, T, HV), **gates)._replace(**arrays)

@@ -120,7 +120,7 @@ def make_backend() -> Backend:
         serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
         verifiers=(
             *_COMMON,
-            *_verifiers("hopper", "chunk_head_dims", "chunk_forward_dtype", "sequence_length"),
+            *_verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "sequence_length"),
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),

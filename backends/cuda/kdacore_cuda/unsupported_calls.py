@@ -27,6 +27,8 @@ head_dims = common.head_dims(HEAD_DIMS, equal=True)
 """Kernels are compiled for fixed head dims."""
 chunk_forward_dtype = common.dtypes("bfloat16")
 """The chunk forward multiplies bfloat16."""
+gated_delta_dtype = common.dtypes("bfloat16", "float16")
+"""Operands of the gated delta rule have either type."""
 recurrent_dtype = common.dtypes(*FLOAT_DTYPES)
 """The recurrent kernel reads any 16- or 32-bit float."""
 state_dtype = common.state_dtypes(*STATE_DTYPES)

@@ -49,7 +49,7 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     """The launches of a backward, given contiguous arrays.
 
     Args:
-        r: the call; bfloat16 q, k and v, K and V up to 128, no pools.
+        r: the call; bfloat16 or float16 q, k and v, K and V up to 128, no pools.
         wanted: for each gradient whether a call returns it.
         saved: what is there of the forward's: :attr:`kdacore_cuda.choice.Choice.saves`.
         sums_to_caller: sums for gradients of A_log and dt_bias over chunks are left to the caller.

@@ -25,15 +25,17 @@ class Variant(NamedTuple):
 
     narrow: bool = False
     """Heads have fewer than 128 channels or values: csrc/sm90/gated_delta/head_dims.cuh."""
+    float16: bool = False
+    """q, k, v and operands of products are float16, else bfloat16."""
 
 
 WIDE = Variant()
-"""K = V = 128."""
+"""K = V = 128, bfloat16."""
 
 
 def variant_of(r: Request) -> Variant:
     """That of the kernels of a call."""
-    return Variant(narrow=min(r.K, r.V) < 128)
+    return Variant(narrow=min(r.K, r.V) < 128, float16=r.dtype == "float16")
 
 
 # In the functions that follow ``of`` is the variant.
@@ -41,7 +43,9 @@ def variant_of(r: Request) -> Variant:
 
 @cache
 def _kernel(name: str, params: ParamStruct, of: Variant = WIDE, **macros: int) -> Kernel:
-    return make_kernel(f"{_SOURCES}/{name}", params, NARROW=of.narrow or None, **macros)
+    return make_kernel(
+        f"{_SOURCES}/{name}", params, NARROW=of.narrow or None, HALF_F16=of.float16 or None, **macros
+    )
 
 
 def records_kernel(of: Variant = WIDE) -> Kernel:

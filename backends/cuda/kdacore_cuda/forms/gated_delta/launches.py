@@ -32,8 +32,8 @@ from kdacore_cuda.runtime.program import LAUNCH, Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
-    """The launches of a call; bfloat16 q, k and v, K and V up to 128. What it saves for the backward is the buffer
-    ``saved``."""
+    """The launches of a call; bfloat16 or float16 q, k and v, K and V up to 128. What it saves for the backward is the
+    buffer ``saved``."""
     choice = chosen(r)
     if choice.beside:
         return _launches_beside(r)

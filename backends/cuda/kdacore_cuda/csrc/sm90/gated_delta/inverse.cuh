@@ -58,7 +58,7 @@ __device__ __forceinline__ void invert_diagonal(u32 system, u32 to, int block, i
     split(y, 0.0f, high, low);
     store_shared16(system + OFFSET(TriangularSystem, high) + at, high);
     store_shared16(system + OFFSET(TriangularSystem, low) + at, low);
-    store_shared16(to + at, pack_bf16(row > j ? y : 0.0f, 0.0f));
+    store_shared16(to + at, pack_saturated(row > j ? y : 0.0f, 0.0f));
   }
 }
 

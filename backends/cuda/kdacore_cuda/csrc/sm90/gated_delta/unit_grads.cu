@@ -86,7 +86,8 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
             float by[2], dot[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              by[i] = factor[i] * (n ? beta[i] * exp2_fast(end - sum[i]) : sign * exp2_fast(sum[i]));
+              by[i] = factor[i] * (n ? beta[i] * exp2_fast(end - sum[i]) * (1.0f / GRADIENT_SCALE)
+                                     : sign * exp2_fast(sum[i]));
             if (n) {
               at.state_grads().wait_full();
               multiply_state(x, of_u, at.state_grads().stage());
@@ -130,7 +131,9 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
         store_pairs(operand, all, factor, at.key_scalars() + OFFSET(KeyScalars, k_norm), l);
         warp_arrive(at.pairs().full(), l.lane);
         at.pairs().wait_full();
+        scale(d, GRADIENT_SCALE);
         add_all_pairs(d, at, side, l);
+        scale(d, 1.0f / GRADIENT_SCALE);
         if (p.flags & FLAG_L2NORM) {
           const float by = side == KEYS      ? 1.0f
                            : p.scale == 0.0f ? 0.0f

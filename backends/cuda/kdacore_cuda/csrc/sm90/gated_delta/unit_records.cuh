@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply_pairs(BlockRow& out, float (&square)[2]
     load_matrix4(a, tiles_by_column(left + wide, row_block, i & 3, lane));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float x = bf16_low(a[e]), y = bf16_high(a[e]);
+      const float x = half_low(a[e]), y = half_high(a[e]);
       square[e & 1] += x * x + y * y;
     }
 #pragma unroll
@@ -92,8 +92,8 @@ __device__ __forceinline__ void multiply_pairs(BlockRow& out, float (&square)[2]
       if (j > row_block) break;
       u32 b[4];
       load_matrix4(b, tiles_by_row(keys + wide, j, i & 3, lane));
-      mma_bf16(out.block[j][0], a, b[0], b[1]);
-      mma_bf16(out.block[j][1], a, b[2], b[3]);
+      mma_half(out.block[j][0], a, b[0], b[1]);
+      mma_half(out.block[j][1], a, b[2], b[3]);
     }
   }
 #pragma unroll

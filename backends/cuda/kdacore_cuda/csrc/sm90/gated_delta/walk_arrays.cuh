@@ -42,6 +42,7 @@ __device__ __forceinline__ void read_own_state(State& state, const GatedDeltaPar
                                                u64 base) {
   if constexpr (!NARROW) {
     read_state(state, row, t, base, p.flags);
+    if constexpr (HALF_F16) make_opaque(state);
   } else {
     const auto clear = [](float& x) { x = 0.0f; };
     if (!base)

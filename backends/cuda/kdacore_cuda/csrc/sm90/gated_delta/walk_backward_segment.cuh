@@ -29,7 +29,7 @@ __device__ __forceinline__ void end_alone(State& state, const GatedDeltaBackward
 __device__ __forceinline__ void begin_grad(State& state, const GatedDeltaBackwardSegmentParams& p,
                                            const SegmentItem& item, int row, const Lane& l) {
   if (item.last)
-    read_own_state(state, p, row, l.t, state_grad_at(p, p.d_ht, item));
+    read_state_grad(state, p, item, row, l);
   else
     read_pairs(state.s, row, 2 * l.t, full_state_at(p.ends, item.place));
   make_opaque(state);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void end_grad(State& state, const GatedDeltaBackwardS
   if (item.index) {
     if (item.last) write_grad_before(state, p, item, row, l);
   } else if (const u64 initial = state_grad_at(p, p.d_h0, item)) {
-    write_own_state(state, p, row, l.t, initial);
+    write_state_grad(state, p, initial, row, l);
   }
 }
 

@@ -117,7 +117,7 @@ def make_backend() -> Backend:
         backward=_by_kind(
             _lazy("forms.gated_delta.gradients", "backward"), _lazy("jax.backward", "backward")
         ),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         verifiers=(
             *_COMMON,
             *_verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "sequence_length"),

@@ -210,7 +210,8 @@ WALK = ParamStruct(
 GATED_DELTA = ParamStruct(
     "GatedDeltaParams",
     (
-        *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt records"), *_STATE_ROWS, *_STATE_STRIDES, *_TOKEN_STRIDES),
+        *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt records"), *_STATE_ROWS, *_MARKS, *_STATE_STRIDES),
+        *(*_TOKEN_STRIDES, *_fields("i64", "marks")),
         *_fields("i64", "T h_factor group_factor chunks_factor"),
         *_fields("i32", "N H HV K V NT ckpt_every null_index gate flags g_type beta_type bias_type"),
         *(*_fields("i32", "h_shift group_shift chunks_shift"), *_fields("f32", "scale lower_bound")),

@@ -27,6 +27,8 @@ class Variant(NamedTuple):
     """Heads have fewer than 128 channels or values: csrc/sm90/gated_delta/head_dims.cuh."""
     float16: bool = False
     """q, k, v and operands of products are float16, else bfloat16."""
+    marks: bool = False
+    """The walk may have checkpoints at chosen tokens: csrc/sm90/gated_delta/walk_checkpoints.cuh."""
 
 
 WIDE = Variant()
@@ -35,17 +37,25 @@ WIDE = Variant()
 
 def variant_of(r: Request) -> Variant:
     """That of the kernels of a call."""
-    return Variant(narrow=min(r.K, r.V) < 128, float16=r.dtype == "float16")
+    return Variant(min(r.K, r.V) < 128, r.dtype == "float16", r.checkpoint_count > 0)
 
 
 # In the functions that follow ``of`` is the variant.
 
 
-@cache
 def _kernel(name: str, params: ParamStruct, of: Variant = WIDE, **macros: int) -> Kernel:
-    return make_kernel(
-        f"{_SOURCES}/{name}", params, NARROW=of.narrow or None, HALF_F16=of.float16 or None, **macros
-    )
+    return _made(name, params, of._replace(marks=False), tuple(macros.items()))
+
+
+def _walk(name: str, params: ParamStruct, of: Variant, **macros: int) -> Kernel:
+    """One that may write checkpoints at chosen tokens."""
+    return _made(name, params, of, tuple(macros.items()))
+
+
+@cache
+def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, int], ...]) -> Kernel:
+    variant = {"NARROW": of.narrow or None, "HALF_F16": of.float16 or None, "MARKS": of.marks or None}
+    return make_kernel(f"{_SOURCES}/{name}", params, **variant, **dict(macros))
 
 
 def records_kernel(of: Variant = WIDE) -> Kernel:
@@ -72,7 +82,7 @@ def records_blocks_beside(units: int, items: int, multiprocessors: int) -> int:
 
 def walk_beside_kernel(of: Variant = WIDE) -> Kernel:
     """:func:`walk_kernel` with one warpgroup, beside :func:`records_beside_kernel`. The same bits."""
-    return _kernel("walk_records_beside", GATED_DELTA_BESIDE, of, WARPGROUPS=2 // BLOCKS_BESIDE)
+    return _walk("walk_records_beside", GATED_DELTA_BESIDE, of, WARPGROUPS=2 // BLOCKS_BESIDE)
 
 
 def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Kernel:
@@ -85,18 +95,27 @@ def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Ker
     """
     if keeps:
         return _kernel("walk_records_keeping", GATED_DELTA_BACKWARD, of, WARPGROUPS=warpgroups)
-    return _kernel("walk_records", GATED_DELTA, of, WARPGROUPS=warpgroups)
+    return _walk("walk_records", GATED_DELTA, of, WARPGROUPS=warpgroups)
 
 
 def first_segments_kernel(of: Variant = WIDE) -> Kernel:
     """The first segment of every sequence and value head, walked from its start, beside the maps of the others: two
     blocks each."""
-    return _kernel("walk_first_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
+    return _walk("walk_first_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
 
 
 def later_segments_kernel(of: Variant = WIDE) -> Kernel:
     """All other segments, walked from their starts: two blocks each."""
-    return _kernel("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
+    return _walk("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
+
+
+CHECKPOINT_BLOCKS = 2
+"""Blocks of :func:`to_checkpoints_kernel` for each checkpoint and value head."""
+
+
+def to_checkpoints_kernel(of: Variant = WIDE) -> Kernel:
+    """Checkpoints at tokens inside a chunk, from the states at its start."""
+    return _kernel("walk_to_checkpoints", GATED_DELTA, of, WARPGROUPS=2 // CHECKPOINT_BLOCKS)
 
 
 def outer_segments_kernel(of: Variant = WIDE) -> Kernel:

@@ -14,10 +14,12 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
     BLOCKS_BESIDE,
+    CHECKPOINT_BLOCKS,
     Variant,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
+    to_checkpoints_kernel,
     variant_of,
     walk_beside_kernel,
     walk_kernel,
@@ -25,6 +27,7 @@ from kdacore_cuda.forms.gated_delta.kernels import (
 from kdacore_cuda.forms.gated_delta.segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.workspace import RECORD_FLAGS_BYTES, SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
+from kdacore_cuda.forms.segments.workspace import START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -45,6 +48,7 @@ def launches_of(r: Request) -> Launches:
     numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, buffer)
     if cut is not None:
         numbers |= numbers_of(r, cut, buffer)
+    numbers |= _checkpoint_numbers(r, buffer)
     program = _program(numbers, variant_of(r), warpgroups, saves, cut is not None, cut.chain if cut else 0)
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
@@ -59,7 +63,23 @@ def _launches_beside(r: Request) -> Launches:
         "record_blocks": records_blocks_beside(slots * r.H, items, multiprocessors_of(r)),
         "walk_blocks": BLOCKS_BESIDE * items,
     }
+    numbers |= _checkpoint_numbers(r, buffer)
     return Launches(_program_beside(numbers, variant_of(r)), numbers, arch_of(r), {"workspace": buffer.bytes})
+
+
+def _checkpoint_numbers(r: Request, buffer: Buffer) -> dict[str, int]:
+    """Those of checkpoints at chosen tokens. Adds the states at the starts of their chunks to a buffer."""
+    if not r.checkpoint_count:
+        return {}
+    matrices = r.checkpoint_count * r.HV
+    return {
+        "mark_states_at": buffer.add(matrices * START_BYTES),
+        "checkpoint_blocks": CHECKPOINT_BLOCKS * matrices,
+    }
+
+
+def _checkpoint_states(of: Variant) -> dict[str, Value]:
+    return {"mark_states": ("workspace", "mark_states_at")} if of.marks else {}
 
 
 def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
@@ -91,12 +111,15 @@ def _program(
     """``cut``: sequences have several segments. ``chain``: blocks a state of the launch that chains them, 0 without."""
     buffer = "saved" if saves else "workspace"
     records: dict[str, Value] = arguments_of(GATED_DELTA) | {"records": (buffer, "records_at")}
+    records |= _checkpoint_states(of)
     kept: dict[str, Value] = {name: (buffer, f"{name}_at") for name in SAVED} if saves else {}
     steps = [Launch("records", records_kernel(of), "record_blocks", records)]
     if cut:
         steps += steps_of(records, of, chain)
     else:
         steps.append(Launch("walk", walk_kernel(warpgroups, saves, of), "walk_blocks", records | kept))
+    if of.marks:
+        steps.append(Launch("checkpoints", to_checkpoints_kernel(of), "checkpoint_blocks", records))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))
 
 
@@ -107,8 +130,12 @@ def _program_beside(numbers: Iterable[str], of: Variant) -> Program:
         "ready": ("workspace", "flags_at"),
         "launch": LAUNCH,
     }
-    steps = (
+    fields |= _checkpoint_states(of)
+    steps = [
         Launch("records", records_beside_kernel(of), "record_blocks", fields),
         Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
-    )
+    ]
+    if of.marks:
+        own = {name: x for name, x in fields.items() if name in GATED_DELTA.offsets}
+        steps.append(Launch("checkpoints", to_checkpoints_kernel(of), "checkpoint_blocks", own))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

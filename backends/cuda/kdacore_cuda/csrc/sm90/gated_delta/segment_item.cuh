@@ -8,7 +8,7 @@
 #include "generated/gated_delta_segment_params.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
 #include "sm90/gated_delta/walk_arrays.cuh"
-#include "sm90/gated_delta/walk_block.cuh"
+#include "sm90/gated_delta/walk_checkpoints.cuh"
 
 __device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaSegmentParams& p, int n) {
   return find_read_sequence(static_cast<const GatedDeltaParams&>(p), n);
@@ -42,8 +42,4 @@ __device__ __forceinline__ SegmentItem find_later(const Params& p, int block, in
   j = p.segments - 1 - behind - j;
   if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   return segment_item(p, n, j, hv, block % PARTS);
-}
-
-__device__ __forceinline__ u64 full_state_at(u64 states, long long place) {
-  return states + place * FULL_STATE_BYTES;
 }

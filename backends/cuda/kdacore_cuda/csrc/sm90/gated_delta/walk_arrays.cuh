@@ -37,7 +37,7 @@ __device__ __forceinline__ void each_real_element(State& state, const GatedDelta
   }
 }
 
-// From the caller's state at `base`; zero without one, and beyond its channels and values.
+// From a state of the caller's size at `base`; zero without one, and beyond its channels and values.
 __device__ __forceinline__ void read_own_state(State& state, const GatedDeltaParams& p, int row, int t,
                                                u64 base) {
   if constexpr (!NARROW) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void read_own_state(State& state, const GatedDeltaPar
           [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); }, clear);
     else
       each_real_element(
-          state, p, row, 2 * t, [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; },
-          clear);
+          state, p, row, 2 * t,
+          [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; }, clear);
     make_opaque(state);
   }
 }
@@ -70,7 +70,8 @@ __device__ __forceinline__ void write_own_state(State& state, const GatedDeltaPa
           [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); }, leave);
     else
       each_real_element(
-          state, p, row, 2 * t, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; }, leave);
+          state, p, row, 2 * t, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; },
+          leave);
   }
 }
 

@@ -14,6 +14,7 @@
 
 #include "common/clear_rows.cuh"
 #include "sm90/gated_delta/walk_arrays.cuh"
+#include "sm90/gated_delta/walk_checkpoints.cuh"
 #include "sm90/gated_delta/walk_factors.cuh"
 #include "sm90/gated_delta/walk_loads.cuh"
 #include "sm90/gated_delta/walk_stores.cuh"
@@ -141,6 +142,8 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
   pack_state(s, state);
   TokenOperand out = {};  // of the chunk before
   StageRing ring = {shared};
+  int marked = 0;  // the next chunk in which checkpoints lie
+  if constexpr (MARKS) marked = next_mark<C>(p, item.s.first, item.s.length, 0);
   KeptPlaces kept;
   if constexpr (KEEPS) kept = kept_places(p, item, l);
 #pragma unroll 1
@@ -151,6 +154,12 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
       wait = block;
     }
     --wait;
+    if constexpr (MARKS) {
+      if (c == marked) {
+        write_pairs(state.s, row, 2 * l.t, marked_state_at(p, item.s, c, item.hv));
+        marked = next_mark<C>(p, item.s.first, item.s.length, c + 1);
+      }
+    }
     const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record),
               factors = record + OFFSET(ChunkRecord, factors);
     const u64 k = operand_descriptor(stage + OFFSET(Stage, k), 16, 1024),

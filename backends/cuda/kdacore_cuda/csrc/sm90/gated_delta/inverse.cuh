@@ -4,7 +4,8 @@
 //
 // With L the system and D the inverses of its diagonal blocks, block column c of the inverse is X_c = D_c,
 // X_b = -D_b (sum over c <= m < b of L_bm X_m). X is kept transposed, so that each sum is the next product's left
-// operand. D replaces the system's diagonal blocks.
+// operand. D replaces the system's diagonal blocks. Until then these are in float32, in the rows of an image that the same
+// warps fill later.
 #pragma once
 
 #include "common/mma_operands.cuh"
@@ -13,42 +14,46 @@
 #include "sm90/chunk_backward/workspace.cuh"
 #include "sm90/gated_delta/tile_places.cuh"
 
-constexpr u32 DIAGONAL_PITCH = 24;  // floats a row
 struct TriangularSystem {
-  SquareImage high, low;                  // below the diagonal blocks; then D in their place
-  float diagonal[4][16][DIAGONAL_PITCH];  // float32
+  SquareImage high, low;  // below the diagonal blocks; then D in their place
 };
+// Four columns from `column` on of a row of the diagonal block in 16 rows of an image.
+__device__ __forceinline__ u32 diagonal_at(u32 image, int block, int row, int column) {
+  return image + 16 * block * IMAGE_ROW + swizzled(row, column >> 2);
+}
 
 // 16 rows of a 64 x 64 matrix, blocks of 16 columns: elements 8n + 2t, + 1 of rows g and g + 8.
 struct BlockRow {
   float block[4][2][4];
 };
 
-// A block of the system's rows.
-__device__ __forceinline__ void store_system(u32 system, int row_block, int j, const float (&x)[2][4],
-                                             int lane) {
+// A block of the system's rows. `diagonals`: the image of the diagonal blocks.
+__device__ __forceinline__ void store_system(u32 system, u32 diagonals, int row_block, int j,
+                                             const float (&x)[2][4], int lane) {
   if (j < row_block) {
     const Split s = split_tiles(x[0], x[1]);
     store_matrix4(tiles_by_column(system + OFFSET(TriangularSystem, high), row_block, j, lane), s.high);
     store_matrix4(tiles_by_column(system + OFFSET(TriangularSystem, low), row_block, j, lane), s.low);
     return;
   }
-  const u32 at = system + OFFSET(TriangularSystem, diagonal) +
-                 4 * (DIAGONAL_PITCH * (16 * row_block + (lane >> 2)) + 2 * (lane & 3));
+  const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    store_shared(at + 32 * n, x[n][0], x[n][1]);
-    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[n][2], x[n][3]);
+    const u32 at = diagonal_at(diagonals, row_block, g, 8 * n + 2 * t) + 8 * (t & 1);
+    store_shared(at, x[n][0], x[n][1]);
+    store_shared(at + 8 * IMAGE_ROW, x[n][2], x[n][3]);
   }
 }
 
 // D of a block, and below its diagonal what goes to the image `to`. One column a lane, both halves of the warp compute
-// the same; each stores half of the rows.
-__device__ __forceinline__ void invert_diagonal(u32 system, u32 to, int block, int lane) {
-  const u32 from = system + OFFSET(TriangularSystem, diagonal) + 4 * 16 * DIAGONAL_PITCH * block;
+// the same; each stores half of the rows. Then the image of the diagonal blocks may be written, and has zeros behind the
+// first block.
+__device__ __forceinline__ void invert_diagonal(u32 system, u32 diagonals, u32 to, int block, int lane) {
   const int j = lane & 15, half = lane >> 4;
   float x[16];
-  invert_column(x, j, [&](int i, int m) { return from + 4 * (DIAGONAL_PITCH * i + m); });
+  invert_column(x, j, [&](int i, int m) { return diagonal_at(diagonals, block, i, m); });
+  sync_warp();
+  if (block == 0) store_shared(diagonals + swizzled(j, 2 + half), 0, 0, 0, 0);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = i + 8 * half;

@@ -201,18 +201,18 @@ __device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& 
             k_norm = shared + OFFSET(UnitMemory, key.k_norm),
             q_factor = shared + OFFSET(UnitMemory, key.q_factor), pairs = shared + OFFSET(UnitMemory, pairs),
             system = team + OFFSET(TeamMemory, system), images = team + OFFSET(TeamMemory, record);
-  each_decayed_block(pairs, k_norm, own, sums, row_block, 0, lane,
-                     [&](int j, const float (&x)[2][4]) { store_system(system, row_block, j, x, lane); });
+  const u32 t = images + OFFSET(RecordImages, t), a = images + OFFSET(RecordImages, a);
+  each_decayed_block(pairs, k_norm, own, sums, row_block, 0, lane, [&](int j, const float (&x)[2][4]) {
+    store_system(system, a, row_block, j, x, lane);
+  });
   sync_warp();
   threads.end_record_before();
-  const u32 t = images + OFFSET(RecordImages, t);
-  invert_diagonal(system, t, row_block, lane);
+  invert_diagonal(system, a, t, row_block, lane);
   each_decayed_block(pairs + 10 * (u32)sizeof(PairBlock), q_factor, own, sums, row_block, 1, lane,
                      [&](int j, const float (&x)[2][4]) {
                        u32 r[4];
                        pack_tiles(x[0], x[1], r);
-                       store_matrix4(tiles_by_column(images + OFFSET(RecordImages, a), row_block, j, lane),
-                                     r);
+                       store_matrix4(tiles_by_column(a, row_block, j, lane), r);
                      });
   threads.sync_team(team_index);
   merge_column(system, t, row_block, lane);

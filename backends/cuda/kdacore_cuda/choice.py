@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
@@ -85,8 +85,9 @@ class Choice(NamedTuple):
     sequence has several), or nothing."""
     backward_in_segments: bool = False
     """A backward for which nothing was saved walks segments of a sequence side by side, else one chain per item."""
-    beside: bool = False
-    """Of the gated delta rule: records are made while others are walked. The same bits."""
+    records: Literal["before", "beside", "within"] = "before"
+    """Of the gated delta rule: records are made before all walks, or while others are walked, ``beside`` the walks by
+    blocks of their own or ``within`` the blocks that walk. The same bits."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
     cut: bool = False
@@ -141,9 +142,11 @@ def _choose_gated_delta(r: Request, device: Figures) -> Choice:
     why = f"{amount} (segments: up to {most} on {count} multiprocessors)"
     if items <= most:
         return Choice("gated_delta", why, cut=True, backward_in_segments=use_cut_backward(items, count))
+    if use_records_within(r, count):
+        return Choice("gated_delta", f"{amount}, records made where others are walked", records="within")
     if use_records_beside(r, count):
         walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
-        return Choice("gated_delta", f"{amount}, records beside walks ({walking})", beside=True)
+        return Choice("gated_delta", f"{amount}, records beside walks ({walking})", records="beside")
     return Choice("gated_delta", why)
 
 
@@ -225,6 +228,8 @@ _LARGEST_WALKING_PART = 0.55
 """Of the multiprocessors. Where more than these walk, the others make records slower than those walk. Counted in cycles
 of a multiprocessor: 2,400 a chunk in a walk, and for its record 4,900, or 6,500 where each key head has one value
 head. With 36 items, 72 walking of 132 multiprocessors, both ways take as long in the latter case."""
+_TICKETS = 1 << 20
+"""The first number that is no ticket of units: csrc/sm90/gated_delta/walk_making_records.cu."""
 _CHUNK, _LEAST_UNITS = 64, 3
 """Tokens of a chunk. Chunks of key heads for each multiprocessor: with fewer, most records are made as soon as the
 first ones."""
@@ -253,9 +258,31 @@ def use_records_beside(r: Request, multiprocessors: int) -> bool:
     tokens may decide."""
     if _LARGEST_WALKING_PART * multiprocessors < 2 * r.N * r.HV:
         return False
-    if r.packed and r.N > ORDERED_SEQUENCES:
-        return False
-    return bool(r.B * r.T // _CHUNK * r.H >= _LEAST_UNITS * multiprocessors > 0)
+    return _has_order(r) and _units_for_each(r, multiprocessors) >= _LEAST_UNITS
+
+
+def use_records_within(r: Request, multiprocessors: int) -> bool:
+    """Whether every block of such a forward makes records and walks. The same bits again.
+
+    It is not chosen yet: it has run in the emulator alone, and no time of it has been measured.
+    """
+    return False
+
+
+def may_make_records_within(r: Request, multiprocessors: int) -> bool:
+    """Whether the launch in which every block makes records and walks can serve a call."""
+    units = (r.B * r.T // _CHUNK + r.N) * r.H
+    return _has_order(r) and units + multiprocessors < _TICKETS and _units_for_each(r, multiprocessors) > 0
+
+
+def _has_order(r: Request) -> bool:
+    """Whether records can be made in the order in which walks read them."""
+    return not r.packed or r.N <= ORDERED_SEQUENCES
+
+
+def _units_for_each(r: Request, multiprocessors: int) -> float:
+    """Chunks of key heads for each multiprocessor."""
+    return r.B * r.T // _CHUNK * r.H / max(1, multiprocessors)
 
 
 # --- what a forward saves, and the backward -----------------------------------------------------------------------

@@ -67,6 +67,7 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(gated_delta.later_segments_kernel),
         _each(gated_delta.records_beside_kernel),
         _each(gated_delta.walk_beside_kernel),
+        _each(gated_delta.making_kernel),
         _each(gated_delta.outer_segments_kernel),
         _each(gated_delta.inner_segments_kernel),
         _each(gated_delta.backward_walk_kernel, _WARPGROUPS, _EITHER),

@@ -1,6 +1,7 @@
 """The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, and a walk over each sequence and value
 head, one after the other or side by side, or what :mod:`kdacore_cuda.forms.gated_delta.segments` puts in the walk's
-place. Side by side the walk takes each record as soon as flags in the workspace say that it is written."""
+place. Side by side, in two launches or in one, the walk takes each record as soon as flags in the workspace say that it
+is written."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from kdacore_cuda.forms.gated_delta.kernels import (
     BLOCKS_BESIDE,
     CHECKPOINT_BLOCKS,
     Variant,
+    making_kernel,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
@@ -31,15 +33,15 @@ from kdacore_cuda.forms.segments.workspace import START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.program import LAUNCH, Launch, Program, Value
+from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
     """The launches of a call; bfloat16 or float16 q, k and v, K and V up to 128. What it saves for the backward is the
     buffer ``saved``."""
     choice = chosen(r)
-    if choice.beside:
-        return _launches_beside(r)
+    if choice.records != "before":
+        return _launches_with_flags(r, choice.records == "within")
     saves, cut = bool(choice.saves), cut_of(r)
     items = r.N * r.HV
     warpgroups = walk_warpgroups(items, multiprocessors_of(r))
@@ -53,18 +55,20 @@ def launches_of(r: Request) -> Launches:
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
 
-def _launches_beside(r: Request) -> Launches:
-    """Those of a call whose records are made while others are walked
-    (:func:`kdacore_cuda.choice.use_records_beside`)."""
+def _launches_with_flags(r: Request, within: bool) -> Launches:
+    """Those of a call whose records are made while others are walked: by blocks of their own
+    (:func:`kdacore_cuda.choice.use_records_beside`), or ``within`` those that walk."""
     slots, items, buffer = chunk_slots(r), r.N * r.HV, Buffer()
+    multiprocessors, walks = multiprocessors_of(r), BLOCKS_BESIDE * items
     numbers = call_numbers(r, for_backward=False) | places(("records",), slots * r.HV, buffer)
-    numbers |= {
-        "flags_at": buffer.add(slots * r.HV * RECORD_FLAGS_BYTES),
-        "record_blocks": records_blocks_beside(slots * r.H, items, multiprocessors_of(r)),
-        "walk_blocks": BLOCKS_BESIDE * items,
-    }
+    numbers["flags_at"] = buffer.add(slots * r.HV * RECORD_FLAGS_BYTES)
+    if within:
+        numbers |= {"tickets_at": buffer.add(8), "walk_blocks": multiprocessors}
+    else:
+        beside = records_blocks_beside(slots * r.H, items, multiprocessors)
+        numbers |= {"record_blocks": beside, "walk_blocks": walks}
     numbers |= _checkpoint_numbers(r, buffer)
-    return Launches(_program_beside(numbers, variant_of(r)), numbers, arch_of(r), {"workspace": buffer.bytes})
+    return Launches(_program_with_flags(numbers, variant_of(r), within), numbers, arch_of(r), {"workspace": buffer.bytes})
 
 
 def _checkpoint_numbers(r: Request, buffer: Buffer) -> dict[str, int]:
@@ -124,17 +128,21 @@ def _program(
 
 
 @made_once
-def _program_beside(numbers: Iterable[str], of: Variant) -> Program:
+def _program_with_flags(numbers: Iterable[str], of: Variant, within: bool) -> Program:
     fields: dict[str, Value] = arguments_of(GATED_DELTA_BESIDE) | {
         "records": ("workspace", "records_at"),
         "ready": ("workspace", "flags_at"),
+        "tickets": ("workspace", "tickets_at") if within else NOTHING,
         "launch": LAUNCH,
     }
     fields |= _checkpoint_states(of)
-    steps = [
-        Launch("records", records_beside_kernel(of), "record_blocks", fields),
-        Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
-    ]
+    if within:
+        steps = [Launch("walk", making_kernel(of), "walk_blocks", fields)]
+    else:
+        steps = [
+            Launch("records", records_beside_kernel(of), "record_blocks", fields),
+            Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
+        ]
     if of.marks:
         own = {name: x for name, x in fields.items() if name in GATED_DELTA.offsets}
         steps.append(Launch("checkpoints", to_checkpoints_kernel(of), "checkpoint_blocks", own))

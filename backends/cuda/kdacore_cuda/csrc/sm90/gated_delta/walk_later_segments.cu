@@ -18,8 +18,8 @@ KDA_KERNEL(THREADS, 1) walk_later_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   if (!x.index || !x.s.chunks) return wait_for_inputs();
   if (warp < STATE_WARPS) {
     wait_for_inputs();
-    carry_state<false>(p, x, shared, warp, make_lane(warp, x.part));
+    carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), make_lane(warp, x.part));
   } else {
-    load_forward(p, WrittenRecords{}, x, shared, thread_index() - 32 * STATE_WARPS);
+    load_forward(p, WrittenRecords{}, x, StageRing<>{shared}, thread_index() - 32 * STATE_WARPS);
   }
 }

@@ -70,9 +70,10 @@ __device__ __forceinline__ void copy_record(u32 to, u64 from, u32 bytes, u32 ful
 }
 
 // Calls load(ring) for the stage of each of `chunks` chunks; it requests the copies of what belongs to it. Calls
-// load_late(ring) for the rest, once the rows of the chunk before have been told of: it may wait.
+// load_late(ring) for the rest, once the rows of the chunk before have been told of: it may wait. Returns the ring behind
+// the last one.
 template <class Ring, class F, class G>
-__device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F load, G load_late) {
+__device__ __forceinline__ Ring load_chunks(Ring ring, int chunks, int thread, F load, G load_late) {
   Ring arrived = ring;
   const auto tell = [&] {
     fence_async_proxy();  // products read what has come by ordinary copies
@@ -92,6 +93,7 @@ __device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F
   }
   copy_async_wait<0>();
   if (chunks) tell();
+  return ring;
 }
 template <class Ring, class F>
 __device__ __forceinline__ void load_chunks(Ring ring, int chunks, int thread, F load) {

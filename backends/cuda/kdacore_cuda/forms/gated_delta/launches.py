@@ -68,7 +68,9 @@ def _launches_with_flags(r: Request, within: bool) -> Launches:
         beside = records_blocks_beside(slots * r.H, items, multiprocessors)
         numbers |= {"record_blocks": beside, "walk_blocks": walks}
     numbers |= _checkpoint_numbers(r, buffer)
-    return Launches(_program_with_flags(numbers, variant_of(r), within), numbers, arch_of(r), {"workspace": buffer.bytes})
+    return Launches(
+        _program_with_flags(numbers, variant_of(r), within), numbers, arch_of(r), {"workspace": buffer.bytes}
+    )
 
 
 def _checkpoint_numbers(r: Request, buffer: Buffer) -> dict[str, int]:

@@ -28,17 +28,20 @@ KDA_KERNEL(THREADS, 1) chunk_records_beside(KDA_PARAM GatedDeltaBesideParams p) 
     sync_block();
   }
   const int place = uniform(thread_index() / UNIT_THREADS);
-  PlaceThreads<PLACES> threads = {p, thread_index() % UNIT_THREADS, place};
+  KeyUnit u;
+  const auto unit = [&] { return u; };
+  PlaceThreads<PLACES, decltype(unit)> threads = {p, thread_index() % UNIT_THREADS, place, unit};
   const u32 shared = shared_address(memory) + place * PLACE_PITCH;
   clear_images(shared, threads.thread);
 #pragma unroll 1
   for (int position = block_index() + place * grid_blocks();; position += PLACES * grid_blocks()) {
     const OrderedUnit x = find_ordered_unit(p, table, p.N, position);
     if (x.past) break;
-    if (!x.unit.rows) continue;
-    const TokenInputs inputs = fetch_unit(p, x.unit, shared, threads.thread);
+    u = x.unit;
+    if (!u.rows) continue;
+    const TokenInputs inputs = fetch_unit(p, u, shared, threads.thread);
     threads.end_record_before();
-    make_records(p, x.unit, inputs, shared, threads);
+    make_records(p, inputs, shared, threads);
     threads.sync();  // tiles come where pairs and factors were
   }
   threads.end_record_before();

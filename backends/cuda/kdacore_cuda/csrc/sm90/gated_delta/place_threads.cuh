@@ -9,10 +9,11 @@
 
 // The threads of one of a block's PLACES, each of which makes a unit at a time. Named barriers: one for each place, then
 // one for each half of its threads.
-template <int PLACES>
+template <int PLACES, class Unit>
 struct PlaceThreads {
   const GatedDeltaBesideParams& p;
   int thread, place;
+  Unit unit;
   long long stored = -1;  // the number of this half's last record, whose flags have not been raised
   __device__ __forceinline__ void sync() const { sync_threads(1 + place, UNIT_THREADS); }
   __device__ __forceinline__ void sync_team(int i) const {

@@ -24,45 +24,85 @@ constexpr int BLOCK_THREADS = THREADS + UNIT_THREADS, RING_STAGES = 2;
 constexpr int ALL_START = 65536 / BLOCK_THREADS, WALKING = 232, LOADING = 56, MAKING = 112;
 static_assert(128 * (WALKING + LOADING) + UNIT_THREADS * MAKING <= 65536, "more than a multiprocessor has");
 
+// The unit of a ticket. rows: below 0 where there is none.
+struct alignas(16) SharedUnit {
+  int h, rows;
+  long long slot, batch, first;
+};
 struct BlockMemory {
   ForwardMemory<false, RING_STAGES> walk;
   alignas(1024) UnitMemory unit;
   OrderTable order;
-  alignas(16) int tickets[2][4];  // by turns; the first number of each
+  SharedUnit units[2];  // by turns
 };
 KDA_SHARED_BYTES(sizeof(BlockMemory));
 
-// Tickets are positions of the order; each block draws one behind the last.
-struct UnitTickets {
-  TicketCounter<20> counter;
-  u64 draws;
-  u32 at;  // the block's tickets
-  __device__ __forceinline__ void share(u64 drawn, int turn) const {
-    store_shared(at + 16 * turn, (u32)counter.finish(drawn, draws));
-  }
-  __device__ __forceinline__ int shared(int turn) const {
-    return uniform((int)__float_as_uint(load_shared1(at + 16 * turn)));
-  }
-};
+// Sequences of a group of the order: as many as are walked at a time. Each role finds it anew.
+__device__ __forceinline__ int sequences_together(const GatedDeltaParams& p) {
+  const int items = PARTS * p.HV, together = (opaque(grid_blocks()) + items / 2) / items;
+  return together < 1 ? 1 : together < p.N ? together : p.N;
+}
 
-__device__ __forceinline__ void make_all_records(const GatedDeltaBesideParams& p, u32 shared, int together,
-                                                 const UnitTickets& tickets, int thread) {
-  const u32 unit = shared + OFFSET(BlockMemory, unit), order = shared + OFFSET(BlockMemory, order);
-  PlaceThreads<1> threads = {p, thread, 0};
-  if (thread == 0) tickets.share(tickets.counter.draw(), 0);
+// Tickets are positions of the order; each block draws one behind the last.
+__device__ __forceinline__ TicketCounter<20> unit_tickets(const GatedDeltaBesideParams& p) {
+  return {p.tickets, (u64)p.launch};
+}
+// One warp: the unit of the ticket that lane 0 has drawn, to all; its tiles are asked for in L2.
+__device__ __forceinline__ void share_unit(const GatedDeltaBesideParams& p, u32 shared, u64 drawn, int turn,
+                                           int lane) {
+  const u32 order = shared + OFFSET(BlockMemory, order), at = shared + OFFSET(BlockMemory, units) + 32 * turn;
+  const int together = sequences_together(p);
+  int ticket = 0;
+  if (lane == 0)
+    ticket = unit_tickets(p).finish(drawn, (u64)ordered_units(p, order, together) + grid_blocks());
+  const OrderedUnit x = find_ordered_unit(p, order, together, shuffle(ticket, 0));
+  const KeyUnit& u = x.unit;
+  const u64 slot = u.slot, batch = u.batch, first = u.first;
+  if (lane == 0) {
+    store_shared(at, (u32)u.h, x.past ? ~0u : (u32)u.rows, (u32)slot, (u32)(slot >> 32));
+    store_shared(at + 16, (u32)batch, (u32)(batch >> 32), (u32)first, (u32)(first >> 32));
+  }
+  if (x.past) return;
+  const int half = lane >> 4 & 1;  // of a row's 128 channels
+#pragma unroll 1
+  for (int row = lane & 15; row < u.rows; row += 16) {
+    prefetch_l2(reinterpret_cast<const void*>(key_tile(p, u) + 2 * row * p.k_st + 128 * half));
+    prefetch_l2(reinterpret_cast<const void*>(query_tile(p, u) + 2 * row * p.q_st + 128 * half));
+  }
+}
+__device__ __forceinline__ KeyUnit shared_unit(u32 shared, int turn) {
+  const u32 at = shared + OFFSET(BlockMemory, units) + 32 * turn;
+  const uint4 x = load_shared_u4(at), y = load_shared_u4(at + 16);
+  return {(int)x.x, uniform((int)x.y), (long long)((u64)x.w << 32 | x.z), (long long)((u64)y.y << 32 | y.x),
+          (long long)((u64)y.w << 32 | y.z)};
+}
+
+__device__ __forceinline__ void make_all_records(const GatedDeltaBesideParams& p, u32 shared, int thread) {
+  constexpr int FINDER = 7;  // the warp with the fewest products
+  const u32 unit = shared + OFFSET(BlockMemory, unit);
+  int turn = 0;
+  const auto own_unit = [&] { return shared_unit(shared, turn); };
+  PlaceThreads<1, decltype(own_unit)> threads = {p, thread, 0, own_unit};
+  const bool finds = uniform(thread >> 5) == FINDER;
+  u64 drawn = 0;
+  const auto draw = [&] {
+    if (thread == 32 * FINDER) drawn = unit_tickets(p).draw();
+  };
+  draw();
+  if (finds) share_unit(p, shared, drawn, 0, thread & 31);
   clear_images(unit, thread);
   threads.sync();
 #pragma unroll 1
-  for (int turn = 0;; turn ^= 1) {
-    const OrderedUnit x = find_ordered_unit(p, order, together, tickets.shared(turn));
-    if (x.past) break;
-    u64 drawn = 0;
-    if (thread == 0) drawn = tickets.counter.draw();
+  for (;; turn ^= 1) {
+    threads.thread = opaque(thread);  // addresses are made anew: there are no registers for them
+    const int rows = own_unit().rows;
+    if (rows < 0) break;
+    draw();
     TokenInputs inputs = {};
-    if (x.unit.rows) inputs = fetch_unit(p, x.unit, unit, thread);
+    if (rows) inputs = fetch_unit(p, own_unit(), unit, threads.thread);
     threads.end_record_before();
-    if (thread == 0) tickets.share(drawn, turn ^ 1);
-    if (x.unit.rows) make_records(p, x.unit, inputs, unit, threads);
+    if (finds) share_unit(p, shared, drawn, turn ^ 1, threads.thread & 31);
+    if (rows) make_records(p, inputs, unit, threads);
     threads.sync();  // tiles come where pairs and factors were
   }
   threads.end_record_before();
@@ -90,11 +130,8 @@ KDA_KERNEL(BLOCK_THREADS, 1) walk_making_records(KDA_PARAM GatedDeltaBesideParam
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory), order = shared + OFFSET(BlockMemory, order);
   const int warp = uniform(thread_index() >> 5);
-  // As many sequences as are walked at a time.
-  const int of_sequence = PARTS * p.HV, rounded = (grid_blocks() + of_sequence / 2) / of_sequence;
-  const int together = rounded < 1 ? 1 : rounded < p.N ? rounded : p.N;
   wait_for_inputs();
-  if (p.cu_seqlens && warp == 0) make_order(p, order, together, thread_index());
+  if (p.cu_seqlens && warp == 0) make_order(p, order, sequences_together(p), thread_index());
   make_forward_barriers(shared);
   if (warp < STATE_WARPS) {
     set_registers<WALKING, ALL_START>();
@@ -114,8 +151,6 @@ KDA_KERNEL(BLOCK_THREADS, 1) walk_making_records(KDA_PARAM GatedDeltaBesideParam
         {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
   } else {
     set_registers<MAKING, ALL_START>();
-    const u64 draws = (u64)ordered_units(p, order, together) + grid_blocks();
-    const UnitTickets tickets = {{p.tickets, (u64)p.launch}, draws, shared + OFFSET(BlockMemory, tickets)};
-    make_all_records(p, shared, together, tickets, thread_index() - THREADS);
+    make_all_records(p, shared, thread_index() - THREADS);
   }
 }

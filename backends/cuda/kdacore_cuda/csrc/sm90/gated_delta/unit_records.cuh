@@ -379,6 +379,6 @@ __device__ __forceinline__ void make_records(const GatedDeltaParams& p, TokenInp
 #pragma unroll 1
     for (int i = team_index; i < HEADS && first + i < beyond; i += TEAMS)
       make_record(p, threads, shared, heads + i * (u32)sizeof(HeadFactors), team, threads.unit().slot * p.HV + first + i,
-                  team_index, warp % TEAM_WARPS, lane);
+                  team_index, warp % TEAM_WARPS, opaque(lane));  // no addresses kept while pairs are made
   }
 }

@@ -84,27 +84,22 @@ __device__ __forceinline__ void make_all_records(const GatedDeltaBesideParams& p
   const auto own_unit = [&] { return shared_unit(shared, turn); };
   PlaceThreads<1, decltype(own_unit)> threads = {p, thread, 0, own_unit};
   const bool finds = uniform(thread >> 5) == FINDER;
-  u64 drawn = 0;
-  const auto draw = [&] {
-    if (thread == 32 * FINDER) drawn = unit_tickets(p).draw();
-  };
-  draw();
-  if (finds) share_unit(p, shared, drawn, 0, thread & 31);
   clear_images(unit, thread);
-  threads.sync();
+  int rows = 0;  // of the first round, which only finds a unit
 #pragma unroll 1
-  for (;; turn ^= 1) {
+  do {
     threads.thread = opaque(thread);  // addresses are made anew: there are no registers for them
-    const int rows = own_unit().rows;
-    if (rows < 0) break;
-    draw();
+    u64 drawn = 0;
+    if (thread == 32 * FINDER) drawn = unit_tickets(p).draw();
     TokenInputs inputs = {};
     if (rows) inputs = fetch_unit(p, own_unit(), unit, threads.thread);
     threads.end_record_before();
     if (finds) share_unit(p, shared, drawn, turn ^ 1, threads.thread & 31);
     if (rows) make_records(p, inputs, unit, threads);
     threads.sync();  // tiles come where pairs and factors were
-  }
+    turn ^= 1;
+    rows = own_unit().rows;
+  } while (rows >= 0);
   threads.end_record_before();
 }
 

@@ -14,6 +14,7 @@ from pool_checks import check_pools, same_bits
 from server_model import Expected
 
 from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 
 NAN, OP = float("nan"), "chunk_gated_delta_rule"
@@ -90,3 +91,18 @@ def in_each_order(
         with monkeypatch.context() as patched:
             patched.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
             yield given
+
+
+WAYS = {
+    "before": ["chunk_records", "walk_records"],
+    "beside": ["chunk_records_beside", "walk_records_beside"],
+    "within": ["walk_making_records"],
+}
+"""The kernels of a forward that is not cut, by when its records are made."""
+
+
+def choose_records(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Calls are not cut, and have their records made so; before all walks if that is no other way of :data:`WAYS`."""
+    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
+    monkeypatch.setattr(choice, "use_records_beside", lambda *given: way == "beside")
+    monkeypatch.setattr(choice, "use_records_within", lambda *given: way == "within")

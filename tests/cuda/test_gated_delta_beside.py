@@ -17,7 +17,7 @@ import torch
 from cuda_calls import MODEL, Draw, request_of
 from emulated_backend import registered, run_emulated, wide_inference_cases
 from form_calls import FormCall
-from gated_delta_calls import OP, all_same_bits, draw, in_each_order, names_of, pack
+from gated_delta_calls import OP, WAYS, all_same_bits, choose_records, draw, in_each_order, names_of, pack
 from pool_checks import pool_of, same_bits
 from spill_allowances import allowed
 
@@ -29,36 +29,20 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE, gather_headers
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import kernels
 from kdacore_cuda.kernel_parameters import GATED_DELTA
-from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.program import Launch
 
 pytestmark = pytest.mark.usefixtures("poison")
-ENTRIES = {"beside": ["chunk_records_beside", "walk_records_beside"], "within": ["walk_making_records"]}
 
 
-@pytest.fixture(params=list(ENTRIES))
+@pytest.fixture(params=["beside", "within"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Records are made so; ``before``: before all walks."""
-    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
-    monkeypatch.setattr(choice, "use_records_beside", lambda *given: way == "beside")
-    monkeypatch.setattr(choice, "use_records_within", lambda *given: way == "within")
-
-
-@pytest.fixture(params=[5, 132], ids=["few multiprocessors", "many"])
-def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """With few, a block makes many units one after another."""
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: request.param)
-    return int(request.param)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, way: str, **options: Any) -> Outputs:
     """Pools are written in copies."""
     with monkeypatch.context() as patched:
-        choose(patched, way)
+        choose_records(patched, way)
         given = inputs
         if options.get("inplace_state"):
             names = [n for n in ("initial_state", "write_pool") if getattr(inputs, n) is not None]
@@ -77,7 +61,7 @@ def check(
     want = run(monkeypatch, inputs, "before", **options)
     launched.clear()
     got = run(monkeypatch, inputs, way, **options)
-    assert names_of(launched) == ENTRIES[way]
+    assert names_of(launched) == WAYS[way]
     for name, x, y in zip(Outputs._fields, got, want, strict=True):
         if isinstance(y, torch.Tensor):
             assert same_bits(x, y), name
@@ -186,7 +170,7 @@ QUICK = (f"{OP}-causality_append-base", f"{OP}-accuracy-collinear")
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[list[Case]]:
     """Those of the suite whose packs are served side by side."""
-    choose(monkeypatch, way)
+    choose_records(monkeypatch, way)
     rule = f"use_records_{way}"
     monkeypatch.setattr(choice, rule, lambda r, multiprocessors: not r.packed or r.N <= 32)
     with registered(OP):
@@ -196,13 +180,13 @@ def cases(monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[list[Case]]:
 def test_some_conformance_cases(emulated: list[str], cases: list[Case], way: str) -> None:
     some = [c for c in cases if c.id.startswith(QUICK)]
     assert len(some) >= len(QUICK)
-    run_emulated(some, emulated, ENTRIES[way][-1])
+    run_emulated(some, emulated, WAYS[way][-1])
 
 
 @pytest.mark.exhaustive
 def test_every_conformance_case(emulated: list[str], cases: list[Case], way: str) -> None:
     assert len(cases) > 60
-    run_emulated(cases, emulated, ENTRIES[way][-1])
+    run_emulated(cases, emulated, WAYS[way][-1])
 
 
 # --- flags, and the order of units ---------------------------------------------------------------------------------
@@ -211,7 +195,7 @@ def test_every_conformance_case(emulated: list[str], cases: list[Case], way: str
 def records_call(
     monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, way: str = "beside", **options: Any
 ) -> FormCall:
-    choose(monkeypatch, way)
+    choose_records(monkeypatch, way)
     call = FormCall("gated_delta", request_of(OP, inputs, **MODEL, **options), inputs)
     assert call.workspace is not None
     call.workspace.zero_()

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cuda_calls import MODEL, error, request_of
-from gated_delta_calls import OP, TOKENS, check_servers, draw, names_of, pack
+from gated_delta_calls import OP, TOKENS, check_servers, choose_records, draw, names_of, pack
+from gated_delta_calls import WAYS as WAYS_OF_RECORDS
 from pool_checks import pool_of, same_bits
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import choice, unsupported_calls
+from kdacore_cuda import unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import kernels, launches, segments
@@ -24,7 +25,7 @@ TO = "walk_to_checkpoints"
 WAYS = {
     "half a state a block": ["chunk_records", "walk_records", TO],
     "a whole state a block": ["chunk_records", "walk_records", TO],
-    "beside": ["chunk_records_beside", "walk_records_beside", TO],
+    **{way: [*WAYS_OF_RECORDS[way], TO] for way in ("beside", "within")},
     "segments": ["chunk_records", "walk_first_segments", "chain", "walk_later_segments", TO],
 }
 
@@ -37,8 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list
         lengths = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
         monkeypatch.setattr(segments, "choose_lengths", lambda *given: lengths)
     else:
-        monkeypatch.setattr(choice, "most_cut", lambda count: 0)
-        monkeypatch.setattr(choice, "use_records_beside", lambda *given: name == "beside")
+        choose_records(monkeypatch, name)
         count = 2 if name == "a whole state a block" else 1
         monkeypatch.setattr(launches, "walk_warpgroups", lambda *given: count)
     return WAYS[name]
@@ -145,6 +145,7 @@ KERNELS = {
     "walk": lambda: kernels.walk_kernel(1, of=MARKED),
     "whole state": lambda: kernels.walk_kernel(2, of=MARKED),
     "beside": lambda: kernels.walk_beside_kernel(MARKED),
+    "within": lambda: kernels.making_kernel(MARKED),
     "first": lambda: kernels.first_segments_kernel(MARKED),
     "later": lambda: kernels.later_segments_kernel(MARKED),
     TO: lambda: kernels.to_checkpoints_kernel(MARKED),

@@ -16,8 +16,10 @@ from gated_delta_calls import (
     NAN,
     OP,
     TOKENS,
+    WAYS,
     all_same_bits,
     check_servers,
+    choose_records,
     draw,
     names_of,
     pack,
@@ -30,7 +32,7 @@ from pool_checks import pool_of, same_bits
 from test_jax_gated_delta import check_launches
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs
-from kdacore_cuda import choice, unsupported_calls
+from kdacore_cuda import unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.gated_delta import backward_segments, kernels, segments
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
@@ -148,16 +150,15 @@ def test_everything_at_once(emulated: list[str], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_records_beside_walks(emulated: list[str], monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-    """The bits of the launches one after the other."""
-    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
+    """And within the blocks that walk: the bits of the launches one after the other."""
     inputs = pack((130, 0, 40, 3), 70, H=2, HV=4, of=HALF) if packed else draw(200, 2, 4, of=HALF)
     found: list[Outputs] = []
-    for beside in (False, True):
+    for way, kernels_of in WAYS.items():
         emulated.clear()
-        monkeypatch.setattr(choice, "use_records_beside", lambda *given, beside=beside: beside)
+        choose_records(monkeypatch, way)
         found.append(check(inputs, **MODEL))
-        assert all("beside" in name for name in emulated) == beside and all_of_float16(emulated)
-    assert all_same_bits(*found)
+        assert names_of(emulated) == kernels_of and all_of_float16(emulated)
+    assert all_same_bits(found[0], found[1]) and all_same_bits(found[0], found[2])
 
 
 # --- the ends of float16 -------------------------------------------------------------------------------------------
@@ -294,6 +295,7 @@ KERNELS = {
     "whole state": lambda: kernels.walk_kernel(2, of=OF_HALF),
     "keeping": lambda: kernels.walk_kernel(1, True, OF_HALF),
     "beside": lambda: kernels.walk_beside_kernel(OF_HALF),
+    "within": lambda: kernels.making_kernel(OF_HALF),
     "backward": lambda: kernels.backward_walk_kernel(1, True, OF_HALF),
     "grads": lambda: kernels.grads_kernel(OF_HALF),
     "first": lambda: kernels.first_segments_kernel(OF_HALF),

@@ -16,9 +16,11 @@ from gated_delta_calls import (
     NAN,
     OP,
     TOKENS,
+    WAYS,
     all_same_bits,
     check,
     check_servers,
+    choose_records,
     draw,
     names_of,
     pack,
@@ -30,7 +32,7 @@ from pool_checks import pool_of, same_bits
 from test_jax_gated_delta import check_launches
 
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import choice, fitted_head_dims, unsupported_calls
+from kdacore_cuda import fitted_head_dims, unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.gated_delta import backward_segments, kernels, segments
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
@@ -41,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("poison")
 DIMS = [(64, 64), (128, 64), (16, 112), (48, 128), (96, 80)]
 SQUARE, MORE = DIMS[0], pytest.mark.exhaustive
 WALK = ["chunk_records", "walk_records"]
-BESIDE = ["chunk_records_beside", "walk_records_beside"]
 
 
 @pytest.fixture(autouse=True)
@@ -187,16 +188,15 @@ def test_batches_with_padding_and_a_given_output(emulated: list[str]) -> None:
 def test_records_beside_walks(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], packed: bool
 ) -> None:
-    """The bits of the launches one after the other."""
-    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
+    """And within the blocks that walk: the bits of the launches one after the other."""
     inputs = pack((130, 0, 40, 3), 70, H=2, HV=4, dims=dims) if packed else draw(200, 2, 4, dims=dims)
     found: list[Outputs] = []
-    for beside in (False, True):
+    for way, kernels_of in WAYS.items():
         emulated.clear()
-        monkeypatch.setattr(choice, "use_records_beside", lambda *given, beside=beside: beside)
+        choose_records(monkeypatch, way)
         found.append(check(inputs, **MODEL))
-        assert names_of(emulated) == (BESIDE if beside else WALK)
-    assert all_same_bits(*found)
+        assert names_of(emulated) == kernels_of
+    assert all_same_bits(found[0], found[1]) and all_same_bits(found[0], found[2])
 
 
 SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
@@ -311,6 +311,7 @@ KERNELS = {
     "whole state": lambda: kernels.walk_kernel(2, of=NARROW),
     "keeping": lambda: kernels.walk_kernel(1, True, NARROW),
     "beside": lambda: kernels.walk_beside_kernel(NARROW),
+    "within": lambda: kernels.making_kernel(NARROW),
     "backward": lambda: kernels.backward_walk_kernel(1, True, NARROW),
     "grads": lambda: kernels.grads_kernel(NARROW),
     "first": lambda: kernels.first_segments_kernel(NARROW),

@@ -87,7 +87,7 @@ def walk_beside_kernel(of: Variant = WIDE) -> Kernel:
 
 def making_kernel(of: Variant = WIDE) -> Kernel:
     """Records and walks in one launch: every block makes records, for all, and walks. The same bits."""
-    return _kernel("walk_making_records", GATED_DELTA_BESIDE, of, WARPGROUPS=1)
+    return _walk("walk_making_records", GATED_DELTA_BESIDE, of, WARPGROUPS=1)
 
 
 def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Kernel:

@@ -444,7 +444,7 @@ def test_a_pool_that_is_only_read_and_written_back_by_the_graph() -> None:
             _refused(op, "initial_state", given, partial(graph, given))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_a_graph_of_inductor_writes_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's second look at the pool makes no copy of it necessary, in a graph of two steps and of a view."""

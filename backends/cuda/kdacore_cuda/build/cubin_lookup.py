@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
 from kdacore_cuda.build.disk_cache import DiskCache
@@ -10,12 +11,11 @@ from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import find_packaged
 
 
+@cache
 def load_or_compile(kernel: KernelSource, arch: str) -> bytes:
-    """The cubin of ``kernel`` for the real architecture ``arch``, such as ``sm_90a``.
+    """The cubin of ``kernel`` for the real architecture ``arch``, such as ``sm_90a``; looked up once per process.
 
-    Raises:
-        BackendBuildError: it is neither packaged nor cached, and NVRTC is missing or reports an
-            error.
+    Raises BackendBuildError where it is neither packaged nor cached, and NVRTC is missing or reports an error.
     """
     key = source_key(kernel, arch)
     packaged = find_packaged(kernel, arch, key)

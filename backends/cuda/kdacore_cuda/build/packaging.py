@@ -9,9 +9,9 @@ from kdacore import files
 from kdacore.command_types import KernelBuilder
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import arch_problem, compile_kernel, nvrtc_version
-from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
-from kdacore_cuda.build.packaged_cubins import FOLDER, cached_rows, cubins_in, recorded_sizes, row_name
+from kdacore_cuda.build.launch_sizes import read_launch_sizes
+from kdacore_cuda.build.packaged_cubins import FOLDER, cached_rows, cubins_in, row_name
 from kdacore_cuda.build.packaged_files import MANIFEST, PackagedFiles, Row
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 
@@ -67,7 +67,7 @@ def _build(
     was kept."""
     key = source_key(kernel, arch)
     kept = cubins.read(before, key)
-    if before is not None and isinstance(kept, bytes) and "spills" in before and recorded_sizes(before):
+    if before is not None and isinstance(kept, bytes):
         return before, len(kept), True
     built = compile_kernel(kernel, arch)
     recorded = {

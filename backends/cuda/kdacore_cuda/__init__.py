@@ -81,21 +81,20 @@ def _by_kind(torch: Forward, jax: Forward) -> Forward:
     return call
 
 
-_COMMON = (
-    *_verifiers("known_sizes", "xla_version"),
-    *_verifiers("architecture", "compiler", "gate_dtypes", "state_dtype", "grid_size"),
+_COMMON = _verifiers(
+    *("known_sizes", "xla_version", "architecture", "compiler", "float_dtypes", "state_dtype", "grid_size")
 )
-_STAGE = (
-    *_verifiers("xla_version"),
-    *_verifiers("architecture", "compiler", "stage_head_dims", "stage_dtypes", "stage_chunk"),
-    *_verifiers("heads_per_group", "sequence_length", "stage_grid_size"),
+_STAGE = _verifiers(
+    *("xla_version", "architecture", "compiler", "stage_dtypes", "stage_chunk"),
+    *("sequence_length", "stage_grid_size"),
 )
+_CHUNK = ("chunk_head_dims", "chunk_forward_dtype", "sequence_length")
 _op = partial(OpImpl, form=_lazy("forms.explain", "form"), verified_archs=VERIFIED, batch_invariant=True)
 
 
-def _stage(op: str, function: str) -> OpImpl:
+def _stage(op: str, function: str, head_dims: str) -> OpImpl:
     forward = _by_kind(_lazy("forms.stages.forward", function), _lazy("jax.forward", function))
-    return _op(forward=forward, serves=STAGE_FEATURES[op], verifiers=_STAGE)
+    return _op(forward=forward, serves=STAGE_FEATURES[op], verifiers=_STAGE + _verifiers(head_dims))
 
 
 def make_backend() -> Backend:
@@ -104,10 +103,7 @@ def make_backend() -> Backend:
         forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.forward", "forward")),
         backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.backward", "backward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
-        verifiers=(
-            *_COMMON,
-            *_verifiers("chunk_head_dims", "chunk_forward_dtype", "sequence_length", "gradients"),
-        ),
+        verifiers=_COMMON + _verifiers(*_CHUNK, "gradients"),
         fast_path=_lazy("forms.chunk_forward", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
@@ -118,17 +114,14 @@ def make_backend() -> Backend:
             _lazy("forms.gated_delta.gradients", "backward"), _lazy("jax.backward", "backward")
         ),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
-        verifiers=(
-            *_COMMON,
-            *_verifiers("hopper", "chunk_head_dims", "chunk_forward_dtype", "sequence_length"),
-        ),
+        verifiers=_COMMON + _verifiers("hopper", *_CHUNK),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
     )
     recurrent = _op(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
-        verifiers=(*_COMMON, *_verifiers("head_dims", "recurrent_dtype")),
+        verifiers=_COMMON + _verifiers("head_dims"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"
@@ -141,8 +134,8 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": gated_delta,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
-            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
+            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra", "intra_head_dim"),
+            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u", "recompute_head_dims"),
         },
         summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule with its "
         "own; recurrent ops, two training stages",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 
+from kdacore_cuda.build import disk_cache
 from kdacore_cuda.build.compiler import compile_kernel, nvrtc_version
-from kdacore_cuda.build.disk_cache import DiskCache
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.packaged_cubins import find_packaged
 
@@ -21,11 +21,9 @@ def load_or_compile(kernel: KernelSource, arch: str) -> bytes:
     packaged = find_packaged(kernel, arch, key)
     if packaged is not None:
         return packaged
-    disk = DiskCache()
     entry = hashlib.sha256(f"{key} nvrtc {nvrtc_version()}".encode()).hexdigest()
-    cached = disk.get(entry)
-    if cached is not None:
-        return cached
-    cubin = compile_kernel(kernel, arch).cubin
-    disk.put(entry, cubin)
+    cubin = disk_cache.get(entry)
+    if cubin is None:
+        cubin = compile_kernel(kernel, arch).cubin
+        disk_cache.put(entry, cubin)
     return cubin

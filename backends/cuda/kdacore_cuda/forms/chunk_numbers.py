@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.forms.launches import ROWS, STRIDES, batch_strides
+from kdacore_cuda.forms.launches import ROWS, STRIDES, TOKENS
 from kdacore_cuda.kernel_parameters import GATES, TYPES
 from kdacore_cuda.request_encoding import (
     chunk_flags,
@@ -17,6 +17,7 @@ from kdacore_cuda.request_encoding import (
 from kdacore_cuda.runtime.plan_cache import FamilyCache
 
 CHUNK, HALF, QUARTER = 64, 32, 16
+_BATCH_AND_TOKEN_STRIDES = tuple((f"{name}_sb", f"{name}_st") for name in TOKENS)
 LOG2E = 1.4426950408889634
 UNBOUNDED_FLOOR = -13.75
 """The lowest log2 decay of one token with an unbounded gate, so that one exponent anchor serves a
@@ -40,8 +41,9 @@ def takes_float_gate(r: Request) -> bool:
 
 def call_numbers(r: Request) -> dict[str, Any]:
     """Those of the call itself, with the strides of contiguous arrays."""
-    common = _family_numbers(r)
-    return {**common, **batch_strides(r, common), "T": r.T, "N": r.N, "marks": r.checkpoint_count}
+    common, T = _family_numbers(r), r.T
+    of_batch = {batch: T * common[token] for batch, token in _BATCH_AND_TOKEN_STRIDES}
+    return {**common, **of_batch, "T": T, "N": r.N, "marks": r.checkpoint_count}
 
 
 def chunk_slots(r: Request) -> int:

@@ -10,14 +10,8 @@ from kdacore_cuda.choice import RecurrentMode, recurrent_mode
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
 from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
-from kdacore_cuda.kernel_parameters import FLAGS, GATES
-from kdacore_cuda.request_encoding import (
-    contiguous_token_strides,
-    division,
-    dtypes_of,
-    token_flags,
-    type_codes,
-)
+from kdacore_cuda.kernel_parameters import FLAGS, GATES, TYPES
+from kdacore_cuda.request_encoding import contiguous_token_strides, division, dtypes_of, token_flags
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
@@ -79,10 +73,10 @@ def _make_of_tokens(r: Request) -> tuple[RecurrentMode, dict[str, Any]]:
         | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
     )
     row = r.HV * r.K * r.V
+    types = [TYPES[dtypes[x]] if x in dtypes else 0 for x in ("v", "g", "beta", "dt_bias")]
     values = (
         *(*contiguous_token_strides(r), row, row, *division(r.HV), *division(r.HV // r.H), r.T, r.H, r.HV),
-        *(r.null_index, GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
-        *(r.scale, r.lower_bound or 0.0),
+        *(r.null_index, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0),
     )
     return recurrent_mode(r), dict(zip(_OF_TOKENS, values, strict=True))
 

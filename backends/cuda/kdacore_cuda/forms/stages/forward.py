@@ -9,7 +9,7 @@ import torch
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
 from kdacore_cuda.forms.stages.launches import launches_of
 from kdacore_cuda.runtime import torch_launch
-from kdacore_cuda.runtime.plan_cache import LayoutCache
+from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.program import Program
 from kdacore_cuda.runtime.torch_arguments import aligned, contiguous
 
@@ -19,7 +19,7 @@ def _pack(r: Request, strides: tuple[int, ...]) -> tuple[Program, bytes, str]:
     return made.program, made.program.pack_numbers(made.numbers), made.arch
 
 
-_packed = LayoutCache(_pack)
+_packed = PlanCache(_pack)
 """Program, numbers and architecture, by the strides of the arrays."""
 
 

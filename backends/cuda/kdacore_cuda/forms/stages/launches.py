@@ -15,7 +15,7 @@ from kdacore_cuda.forms.stages.kernels import (
     recompute_kernel,
 )
 from kdacore_cuda.kernel_parameters import FLAGS
-from kdacore_cuda.request_encoding import contiguous_strides, is_int64, type_code
+from kdacore_cuda.request_encoding import strides_behind, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import Launch, Program
@@ -59,7 +59,7 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
         kernel = hopper_recompute_kernel(float16, r.has("q"), whole > 0)
     else:
         kernel = recompute_kernel(r.K, r.V, float16)
-    flags = FLAGS["CU64"] * is_int64(r, "cu_seqlens")
+    flags = FLAGS["CU64"] * (r.packed and r.spec("cu_seqlens").dtype == "int64")
     values = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks, flags, type_code(r, "beta"), r.scale),
         *(whole, staggered, first_in_l2, blocks),
@@ -84,4 +84,4 @@ def _stride_names(op: str) -> tuple[str, ...]:
 
 def _contiguous(r: Request, arrays: StageArrays) -> tuple[int, ...]:
     specs = (r.spec(name if r.has(name) else "k") for name in arrays.strided)
-    return tuple(s for spec in specs for s in contiguous_strides(spec.shape)[:3])
+    return tuple(s for spec in specs for s in strides_behind(spec.shape[1:])[:3])

@@ -22,7 +22,7 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.segments import launches as segments_launches
+from kdacore_cuda.forms.segments import kernels as segments_kernels
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.runtime import device_figures, torch_launch
@@ -143,7 +143,7 @@ def test_output_that_finds_start_states_keeps_them(
     out, grads = run(inputs, output_final_state=True)
     assert not any(name.startswith("chain-") for name in emulated)
     check_gradients(kept_request(inputs, output_final_state=True), inputs, grads)
-    monkeypatch.setattr(segments_launches, "output_composes", lambda segments, blocks: False)
+    monkeypatch.setattr(segments_kernels, "output_composes", lambda segments, blocks: False)
     chained, chained_grads = run(inputs, output_final_state=True)
     assert any(name.startswith("chain-") for name in emulated)
     assert torch.equal(out.o, chained.o)

@@ -18,7 +18,7 @@ def saved_kind(r: Request) -> str:
     sequences have one segment.
 
     A backward without it recomputes it: operands to the same bits
-    (:mod:`kdacore_cuda.forms.saving_forward.workspace`), maps of other segments
+    (:mod:`kdacore_cuda.forms.backward.workspace`), maps of other segments
     (:mod:`kdacore_cuda.forms.segments.workspace`).
     """
     saves = chosen(r).saves

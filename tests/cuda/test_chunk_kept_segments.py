@@ -310,8 +310,8 @@ def test_which_calls_keep() -> None:
     ):
         assert not keeps(other)
     assert not choice.saves_maps(dataclasses.replace(request, kind="jax"), 132)
-    use = choice.use_saved_maps
-    assert [use(n, 132) for n in (1, 12, 16, 17)] == [True] * 3 + [False]
+    calls = [dataclasses.replace(request, HV=heads) for heads in (1, 12, 16, 17)]
+    assert [choice.saves_maps(r, 132) for r in calls] == [True] * 3 + [False]
 
 
 def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:

@@ -17,14 +17,6 @@ TARGET = f"kdacore_cuda.launch.{FORMAT}"
 """What XLA knows the handler by. The number is the format of the programs that it is given."""
 
 
-def handler_of(here: Executor) -> object:
-    """The handler that launches by an executor, as ``jax.ffi.pycapsule`` takes it; that of the native one is in its
-    library."""
-    if isinstance(here, NativeExecutor):
-        return here.library.kdacore_ffi_execute
-    return python_handler.make_handler(here)
-
-
 _lock = threading.Lock()
 _registered: list[object] = []
 """XLA holds no reference to the handler."""
@@ -38,7 +30,11 @@ def register() -> Executor:
     with _lock:
         here = executor.executor()
         if not _registered:
-            handler = handler_of(here)
+            handler: object = (
+                here.library.kdacore_ffi_execute  # that of the native executor is in its library
+                if isinstance(here, NativeExecutor)
+                else python_handler.make_handler(here)
+            )
             jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
             _registered.append(handler)
     return here

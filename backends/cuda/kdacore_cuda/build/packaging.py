@@ -37,13 +37,9 @@ def build_all(
             name are removed.
         report: called with one line per kernel.
 
-    Returns:
-        The cubins of ``archs``, in the order of
-        :func:`kdacore_cuda.forms.packaged_kernels.packaged_kernels`.
-
-    Raises:
-        BackendBuildError: with the compiler's log; the manifest and its files are then unchanged.
-        OSError: the folder cannot be written.
+    Returns the cubins of ``archs``, in the order of :func:`kdacore_cuda.forms.packaged_kernels.packaged_kernels`.
+    Raises BackendBuildError with the compiler's log, the manifest and its files then unchanged, and OSError when the
+    folder cannot be written.
     """
     archs, cubins = tuple(archs), cubins_in(folder)
     files.check_writable(folder / MANIFEST)  # now rather than after minutes of compiling
@@ -63,16 +59,11 @@ def build_all(
 def _build(
     kernel: KernelSource, arch: str, before: Row | None, cubins: PackagedFiles
 ) -> tuple[Row, int, bool]:
-    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before``
-    was kept."""
+    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before`` was kept."""
     key = source_key(kernel, arch)
     kept = cubins.read(before, key)
     if before is not None and isinstance(kept, bytes):
         return before, len(kept), True
     built = compile_kernel(kernel, arch)
-    recorded = {
-        "nvrtc": nvrtc_version(),
-        **built.usage()._asdict(),
-        **read_launch_sizes(built.cubin, kernel.entry)._asdict(),
-    }
-    return cubins.add(built.cubin, key) | recorded, len(built.cubin), False
+    sizes = built.usage()._asdict() | read_launch_sizes(built.cubin, kernel.entry)._asdict()
+    return cubins.add(built.cubin, key) | {"nvrtc": nvrtc_version()} | sizes, len(built.cubin), False

@@ -215,14 +215,13 @@ def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> t
     given = inputs._replace(**changed) if changed else inputs
     tokens = given.q, given.k, given.v, given.g, given.beta
     strides = tuple([s for x in tokens for s in x.stride()[:3]])
-    written = rows[r.written_pool] if r.inplace_state else row
+    of_rows = rows["initial_state"], rows[r.written_pool] if r.inplace_state else row
     states = given.initial_state, getattr(given, r.written_pool) if r.inplace_state else None
-    size = ITEM_SIZES[r.state_dtype]
-    aligned_states = not any(
-        x is not None and (x.data_ptr() | y * size) % ALIGNMENT
-        for x, y in zip(states, (rows["initial_state"], written), strict=True)
-    )
-    of_rows, is_contiguous = (rows["initial_state"], written), all(x.is_contiguous() for x in tokens)
+    given_states = [
+        (x, y * ITEM_SIZES[r.state_dtype]) for x, y in zip(states, of_rows, strict=True) if x is not None
+    ]
+    aligned_states = not any((x.data_ptr() | size) % ALIGNMENT for x, size in given_states)
+    is_contiguous = all(x.is_contiguous() for x in tokens)
     if is_contiguous:
         strides = contiguous_token_strides(r)  # of axes of one element torch's may differ
         if aligned_states and of_rows == (row, row):

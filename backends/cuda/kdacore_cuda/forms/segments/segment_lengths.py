@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kdacore.types import Request
@@ -49,11 +50,8 @@ class SegmentLengths(NamedTuple):
 
     def of(self, index: int) -> int:
         """Chunks of segment ``index`` of a sequence that is long enough."""
-        for length, segments in self._parts():
-            if index < segments:
-                return length
-            index -= segments
-        return self.long
+        lengths = [length for length, segments in self._parts() for _ in range(segments)]
+        return lengths[index] if index < len(lengths) else self.long
 
     def segments(self, chunks: int) -> int:
         """Segments of a sequence of ``chunks`` chunks."""
@@ -69,12 +67,9 @@ class SegmentLengths(NamedTuple):
         """The kernels' parameters, with the ``segments`` of a dense sequence."""
         return {**dict(zip(SEGMENT_LENGTHS, self, strict=True)), "segments": segments}
 
-    def _parts(self) -> tuple[tuple[int, int], ...]:
-        return (
-            (self.first, self.first_segments),
-            (self.later, self.later_segments),
-            (self.middle, self.middle_segments),
-        )
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """Length and number of segments, but for the last ones."""
+        return zip(self[::2], self[1::2], strict=False)
 
 
 def lengths_behind(middle: int) -> tuple[int, int, int]:

@@ -46,9 +46,8 @@ def _driver_missing() -> str | None:
     if status:
         return f"no CUDA driver: cuDriverGetVersion returned {status}"
     if number.value < DRIVER:
-        return (
-            f"the driver is for CUDA {_version(number.value)}; the kernels need {_version(DRIVER)} or later"
-        )
+        found, wanted = _version(number.value), _version(DRIVER)
+        return f"the driver is for CUDA {found}; the kernels need {wanted} or later"
     return None
 
 
@@ -71,13 +70,14 @@ def _array_library_missing() -> str | None:
     return None if None in missing else " and ".join(filter(None, missing))
 
 
-def _by_kind(torch: Forward, jax: Forward) -> Forward:
-    """The function for a call's kind of arrays."""
+def _by_kind(module: str, function: str, jax_module: str = "jax.forward") -> Forward:
+    """The function of that name for a call's kind of arrays."""
+    torch, jax = _lazy(module, function), _lazy(jax_module, function)
 
     def call(request: Request, *rest: Any) -> Any:
         return (jax if request.kind == "jax" else torch)(request, *rest)
 
-    call.__name__ = call.__qualname__ = torch.__name__
+    call.__name__ = call.__qualname__ = function
     return call
 
 
@@ -93,15 +93,15 @@ _op = partial(OpImpl, form=_lazy("forms.explain", "form"), verified_archs=VERIFI
 
 
 def _stage(op: str, function: str, head_dims: str) -> OpImpl:
-    forward = _by_kind(_lazy("forms.stages.forward", function), _lazy("jax.forward", function))
+    forward = _by_kind("forms.stages.forward", function)
     return _op(forward=forward, serves=STAGE_FEATURES[op], verifiers=_STAGE + _verifiers(head_dims))
 
 
 def make_backend() -> Backend:
     """The backend named ``cuda``: for each op the features that it serves, and the reasons for which it declines."""
     chunk = _op(
-        forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.forward", "forward")),
-        backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.backward", "backward")),
+        forward=_by_kind("forms.chunk_forward", "forward"),
+        backward=_by_kind("forms.backward.gradients", "backward", "jax.backward"),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         verifiers=_COMMON + _verifiers(*_CHUNK, "gradients"),
         fast_path=_lazy("forms.chunk_forward", "make_fast_call"),
@@ -109,17 +109,15 @@ def make_backend() -> Backend:
         slices=_lazy("forms.slices.functions", "slice_functions"),
     )
     gated_delta = _op(
-        forward=_by_kind(_lazy("forms.gated_delta.forward", "forward"), _lazy("jax.forward", "forward")),
-        backward=_by_kind(
-            _lazy("forms.gated_delta.gradients", "backward"), _lazy("jax.backward", "backward")
-        ),
+        forward=_by_kind("forms.gated_delta.forward", "forward"),
+        backward=_by_kind("forms.gated_delta.gradients", "backward", "jax.backward"),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
         verifiers=_COMMON + _verifiers("hopper", *_CHUNK),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
     )
     recurrent = _op(
-        forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
+        forward=_by_kind("forms.recurrent.forward", "forward"),
         serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
         verifiers=_COMMON + _verifiers("head_dims"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),

@@ -92,5 +92,4 @@ gates_of: FamilyCache[tuple[bool, bool]] = FamilyCache(lambda r: (takes_float_ga
 
 def flags_of(r: Request) -> int:
     """:func:`chunk_flags`."""
-    flags: int = _family_numbers(r)["flags"]
-    return flags
+    return int(_family_numbers(r)["flags"])

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import mesh_axes, out_struct, varying
 from kdacore.types import Request
+from kdacore.verifiers import sm_number
 from kdacore_cuda.forms.chunk_numbers import g_type
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.jax import xla_handler
@@ -60,9 +61,9 @@ def make_launches(
     program = Program((*first, *plain.steps), sorted(known), tuple(numbers), plain.one_segment)
     # The rows that are written are those read where no others are named.
     written = request.written_indices if request.inplace_state else ""
-    capability = int("".join(filter(str.isdigit, request.device.arch)))
+    device = sm_number(request.device.arch), multiprocessors_of(request)
     words, cubins = program.words(
-        *(launches.arch, capability, multiprocessors_of(request), tuple(given), tuple(structs)),
+        *(launches.arch, *device, tuple(given), tuple(structs)),
         own=program.pack_numbers(numbers),
         same={"write_indices": written} if written not in ("", "write_indices") else {},
     )

@@ -57,7 +57,8 @@ def read_launch_sizes(cubin: bytes, entry: str) -> LaunchSizes:
         contents = {name: place for name, *place in sections}
         attributes = dict(_attributes(_part(cubin, *contents[f".nv.info.{entry}"])))
         texts, symbols = (_part(cubin, *contents[name]) for name in (".strtab", ".symtab"))
-        section, *place = _symbols(texts, symbols)[_SHARED_BYTES]
+        variables = {_text(texts, name): rest for name, *rest in _SYMBOL.iter_unpack(symbols)}
+        section, *place = variables[_SHARED_BYTES]
         shared = _part(_part(cubin, *sections[section][1:]), *place)
         return LaunchSizes(
             threads=int.from_bytes(attributes[_MAX_THREADS][:4], "little"),
@@ -87,14 +88,6 @@ def _part(data: bytes, offset: int, size: int) -> bytes:
 
 def _text(texts: bytes, at: int) -> str:
     return texts[at : texts.index(b"\0", at)].decode()
-
-
-def _symbols(texts: bytes, symbols: bytes) -> dict[str, tuple[int, int, int]]:
-    """Of each variable its section, the offset of its initial value in there, and the size."""
-    return {
-        _text(texts, at): (section, offset, size)
-        for at, section, offset, size in _SYMBOL.iter_unpack(symbols)
-    }
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:

@@ -12,8 +12,7 @@ RECURRENT = TorchOp(
     ARRAYS,
     RecurrentInputs._fields,
     takes_rows=lambda request: True,
-    aligned_bias=True,
-    tells_aligned_states=True,
+    aligned_bias_and_states=True,
     takes_float16_gate=True,
 )
 forward, make_fast_call = RECURRENT.forward, RECURRENT.make_fast_call

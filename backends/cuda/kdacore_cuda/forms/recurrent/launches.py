@@ -8,8 +8,7 @@ from typing import Any
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode, recurrent_mode
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
-from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
-from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
+from kdacore_cuda.forms.recurrent import kernels
 from kdacore_cuda.kernel_parameters import FLAGS, GATES, TYPES
 from kdacore_cuda.request_encoding import contiguous_token_strides, division, dtypes_of, token_flags
 from kdacore_cuda.runtime.device_figures import arch_of
@@ -47,8 +46,8 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
         "indices_row": _width(r, "state_indices", r.state_indices_ndim),
         "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
         "N": r.N,
-        "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
-        "blocks": grid_blocks(r, recurrent_tile(*kind)),
+        "fills_device": r.N * r.HV >= kernels.FULL_DEVICE_ITEMS,
+        "blocks": kernels.grid_blocks(r, kernels.recurrent_tile(*kind)),
     }
     return Launches(_program(*kind), numbers, arch_of(r))
 
@@ -86,7 +85,7 @@ _of_tokens = FamilyCache(_make_of_tokens)
 
 @cache
 def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
-    kernel = recurrent_kernel(K, v_first, bf16_state, mode)
+    kernel = kernels.recurrent_kernel(K, v_first, bf16_state, mode)
     return Program((Launch("recurrent", kernel, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 

@@ -89,26 +89,22 @@ def _program(
     keeps: bool,
 ) -> Program:
     """``cut``: there are maps. ``chain``: blocks a state, 0 without. ``output``: arguments of :func:`output_kernel`."""
-    prepared: dict[str, Value] = {"last": ("workspace", "records_at"), "h0": NOTHING}
+    prepare = kernels.prepare_marked_kernel if marked else kernels.segments_prepare_kernel
+    prepared: dict[str, Value] = arguments_of(PREPARE_MARKED) if marked else {}
+    prepared |= {"last": ("workspace", "records_at"), "h0": NOTHING}
     prepared |= dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
-    if marked:
-        prepare = kernels.prepare_marked_kernel(float_gate, bounded)
-        prepared = arguments_of(PREPARE_MARKED) | prepared
-    else:
-        prepare = kernels.segments_prepare_kernel(float_gate, bounded)
     buffer = "saved" if keeps else "workspace"
     fields: dict[str, Value] = {
         **arguments_of(SEGMENTS),
         "flags": "segment_flags",
-        "mark_states": "workspace" if marked else NOTHING,
         "chunk_operands": ("workspace", "operands_at"),
         "addends": ("workspace", "addends_at"),
         "maps": (buffer, "maps_at"),
         "starts": (buffer, "starts_at"),
     }
-    if not marked:
-        fields |= {"mark_offsets": NOTHING, "mark_rows": NOTHING}
-    steps = [Launch("prepare", prepare, "prepare_blocks", prepared)]
+    without_marks = dict.fromkeys(("mark_states", "mark_offsets", "mark_rows"), NOTHING)
+    fields |= {"mark_states": "workspace"} if marked else without_marks
+    steps = [Launch("prepare", prepare(float_gate, bounded), "prepare_blocks", prepared)]
     if cut:
         steps.append(Launch("maps", kernels.maps_kernel(), "map_blocks", fields))
     if chain:

@@ -37,6 +37,7 @@ assembler, works there.
 
 @cache
 def _driver_missing() -> str | None:
+    """Why there is no driver that loads the kernels; None where there is one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         number = ctypes.c_int()

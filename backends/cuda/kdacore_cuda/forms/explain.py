@@ -82,9 +82,9 @@ def _segments(r: Request, count: int) -> str:
 def _backward(r: Request, multiprocessors: int, choice: Choice) -> str:
     if choice.saves:
         return {"operands": "from what the forward saves", "maps": "from the maps of segments"}[choice.saves]
-    if choice.backward_in_segments and r.scalar_gate:
+    if not choice.backward_in_segments:
+        return "in one chain per head"
+    if r.scalar_gate:
         count = backward_lengths(r.N * r.HV, multiprocessors).segments(-(-r.T // CHUNK))
         return f"in {_segments(r, count)}" if count > 1 else "in one chain per head"
-    if choice.backward_in_segments:
-        return f"in segments of {backward_segment_chunks(r.N * r.HV)} chunks"
-    return "in one chain per head"
+    return f"in segments of {backward_segment_chunks(r.N * r.HV)} chunks"

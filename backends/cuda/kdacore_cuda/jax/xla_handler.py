@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import jax.ffi
 
+from kdacore_cuda import _driver_missing
 from kdacore_cuda.jax import python_handler
-from kdacore_cuda.runtime import driver, executor
+from kdacore_cuda.runtime import executor
 from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.native_executor import NativeExecutor
 from kdacore_cuda.runtime.program import FORMAT
@@ -46,7 +47,7 @@ def add_kernels(cubins: Mapping[int, bytes]) -> None:
     Without a driver nothing can run here, and the call is being exported: the executor of the process
     that runs it takes them from its own package.
     """
-    if driver.has_library():
+    if _driver_missing() is None:
         here = register()
         for identity, cubin in cubins.items():
             here.add_kernel(identity, cubin)

@@ -184,16 +184,6 @@ class Driver:
 
 
 @cache
-def has_library() -> bool:
-    """Whether there is a driver."""
-    try:
-        ctypes.CDLL(LIBRARY)
-    except OSError:
-        return False
-    return True
-
-
-@cache
 def driver() -> Driver:
     """The system's driver. OSError when there is none."""
     return Driver()

@@ -20,13 +20,11 @@ def chunk_forward_kernel(
     many_short: bool = False,
     helped: bool = False,
 ) -> Kernel:
-    """The chunk forward kernel.
+    """The chunk forward kernel. ``bounded``, ``float_gate``: as of :mod:`kdacore_cuda.forms.backward.kernels`.
 
     Args:
         K: head dim, K = V.
         cluster: one of :func:`cluster_sizes`.
-        bounded: every log decay lies in [-5, 0].
-        float_gate: ``g`` is float32, not bfloat16.
         arch: the real architecture to compile for.
         many_short: that of many short sequences (:func:`kdacore_cuda.choice.are_many_short`).
         helped: others prepare steps (:func:`kdacore_cuda.choice.preparing_clusters`).

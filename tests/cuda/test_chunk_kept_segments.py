@@ -21,6 +21,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.segments import kernels as segments_kernels
 from kdacore_cuda.forms.segments import segment_lengths
@@ -205,7 +206,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 ) -> None:
     inputs, found = draw(330, initial_state=state(1, 1)), []
     for warpgroups, blocks in ((1, 8), (2, 4)):
-        monkeypatch.setattr(chunk_backward_segments, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
+        monkeypatch.setattr(chunk_backward_kernels, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
         monkeypatch.setattr(chunk_backward_segments, "chain_blocks", lambda items, count, n=blocks: n)
         found.append(run(inputs)[1])
     same_gradients(*found)

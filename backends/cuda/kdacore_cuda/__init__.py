@@ -7,15 +7,9 @@ import ctypes
 from functools import cache, partial
 from typing import Any
 
+from kdacore import ops
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
-from kdacore.ops import (
-    CHECKPOINT_FEATURES,
-    POOL_FEATURES,
-    RECURRENT_FEATURES,
-    SEQUENCE_FEATURES,
-    STAGE_FEATURES,
-)
 from kdacore.types import Backend, Forward, OpImpl, Request, Requirement, Verifier
 
 VERIFIED = frozenset({"sm_90"})
@@ -95,7 +89,7 @@ _op = partial(OpImpl, form=_lazy("forms.explain", "form"), verified_archs=VERIFI
 
 def _stage(op: str, function: str, head_dims: str) -> OpImpl:
     forward = _by_kind("forms.stages.forward", function)
-    return _op(forward=forward, serves=STAGE_FEATURES[op], verifiers=_STAGE + _verifiers(head_dims))
+    return _op(forward=forward, serves=ops.STAGE_FEATURES[op], verifiers=_STAGE + _verifiers(head_dims))
 
 
 def make_backend() -> Backend:
@@ -103,7 +97,7 @@ def make_backend() -> Backend:
     chunk = _op(
         forward=_by_kind("forms.chunk_forward", "forward"),
         backward=_by_kind("forms.backward.gradients", "backward", "jax.backward"),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.CHECKPOINT_FEATURES | {"out"},
         verifiers=_COMMON + _verifiers(*_CHUNK, "gradients"),
         fast_path=_lazy("forms.chunk_forward", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.gradients", "make_fast_gradients"),
@@ -112,14 +106,14 @@ def make_backend() -> Backend:
     gated_delta = _op(
         forward=_by_kind("forms.gated_delta.forward", "forward"),
         backward=_by_kind("forms.gated_delta.gradients", "backward", "jax.backward"),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | {"checkpoints", "out"},
         verifiers=_COMMON + _verifiers("hopper", *_CHUNK),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
     )
     recurrent = _op(
         forward=_by_kind("forms.recurrent.forward", "forward"),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.RECURRENT_FEATURES | {"out"},
         verifiers=_COMMON + _verifiers("head_dims"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from kdacore.lazy import lazy_function
 from kdacore.types import Request
 from kdacore_cuda.choice import Choice, Figures, choose
 from kdacore_cuda.forms.chunk_numbers import gates_of
+from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.runtime import device_figures
 from kdacore_cuda.runtime.plan_cache import PlanCache
-
-_chunk_forward_kernel = lazy_function("kdacore_cuda", "forms.fused.kernels", "chunk_forward_kernel")
 
 
 def figures_of(r: Request) -> Figures:
@@ -18,7 +16,7 @@ def figures_of(r: Request) -> Figures:
 
     def clusters_at_once(cluster: int) -> int:
         float_gate, bounded = gates_of(r)
-        kernel = _chunk_forward_kernel(r.K, cluster, bounded, float_gate, arch)
+        kernel = chunk_forward_kernel(r.K, cluster, bounded, float_gate, arch)
         return device_figures.clusters_at_once(r, kernel, arch)
 
     chunk = r.op in ("chunk_kda", "chunk_gated_delta_rule")

@@ -8,14 +8,8 @@ from kdacore_cuda.choice import Choice, Figures, amount_of, choose, finishes_as_
 from kdacore_cuda.fitted_head_dims import blocks_of, fitted_request, is_fitted
 from kdacore_cuda.forms.choice_on_device import figures_of
 from kdacore_cuda.forms.chunk_numbers import CHUNK
-from kdacore_cuda.forms.gated_delta.backward_segments import choose_lengths as backward_lengths
-from kdacore_cuda.forms.gated_delta.segments import LEAST_SEGMENTS
-from kdacore_cuda.forms.gated_delta.segments import choose_lengths as choose_gated_delta_lengths
-from kdacore_cuda.forms.segments.segment_lengths import (
-    backward_segment_chunks,
-    choose_lengths,
-    slice_segment_chunks,
-)
+from kdacore_cuda.forms.gated_delta import backward_segments, segments
+from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.runtime import device_figures
 
 _ASSUMED = {HOPPER: 132, "sm_100f": 148}
@@ -41,7 +35,7 @@ def form_of_slice(request: Request) -> str:
     if finishes_as_whole(items, r.packed, count):
         text = f"{amount} (at least 4 items for each of {count} multiprocessors), results by a whole call"
     else:
-        chunks = slice_segment_chunks(-(-r.T // CHUNK), r.B * r.HV, count)
+        chunks = segment_lengths.slice_segment_chunks(-(-r.T // CHUNK), r.B * r.HV, count)
         text = f"{amount}, segments of {chunks} chunks"
     return f"slices: {text}{assumed}"
 
@@ -60,9 +54,11 @@ def _text(r: Request, device: Figures, choice: Choice) -> str:
     parts = [f"{choice.form}: {choice.why}"]
     if choice.form == "segments" or choice.cut:
         call = r.N * r.HV, device.multiprocessors
-        lengths = choose_gated_delta_lengths(*call) if choice.cut else choose_lengths(*call, r.packed)
+        lengths = (
+            segments.choose_lengths(*call) if choice.cut else segment_lengths.choose_lengths(*call, r.packed)
+        )
         count = lengths.segments(-(-r.T // CHUNK))
-        parts.append(_segments(r, 1 if choice.cut and count < LEAST_SEGMENTS else count))
+        parts.append(_segments(r, 1 if choice.cut and count < segments.LEAST_SEGMENTS else count))
     clusters = choice.clusters
     if clusters is not None and clusters.size > 1:
         parts.append(f"clusters of {clusters.size}")
@@ -85,6 +81,6 @@ def _backward(r: Request, multiprocessors: int, choice: Choice) -> str:
     if not choice.backward_in_segments:
         return "in one chain per head"
     if r.scalar_gate:
-        count = backward_lengths(r.N * r.HV, multiprocessors).segments(-(-r.T // CHUNK))
+        count = backward_segments.choose_lengths(r.N * r.HV, multiprocessors).segments(-(-r.T // CHUNK))
         return f"in {_segments(r, count)}" if count > 1 else "in one chain per head"
-    return f"in segments of {backward_segment_chunks(r.N * r.HV)} chunks"
+    return f"in segments of {segment_lengths.backward_segment_chunks(r.N * r.HV)} chunks"

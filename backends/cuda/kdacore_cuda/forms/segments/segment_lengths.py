@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kdacore.types import Request
@@ -38,7 +37,7 @@ class SegmentLengths(NamedTuple):
     @classmethod
     def uniform(cls, chunks: int) -> SegmentLengths:
         """``chunks`` in every segment."""
-        return cls.growing(chunks, 0, chunks, 0, chunks)
+        return cls(chunks, 0, chunks, 0, chunks, 0, chunks)
 
     @classmethod
     def growing(
@@ -67,9 +66,10 @@ class SegmentLengths(NamedTuple):
         """The kernels' parameters, with the ``segments`` of a dense sequence."""
         return {**dict(zip(SEGMENT_LENGTHS, self, strict=True)), "segments": segments}
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
+    def _parts(self) -> tuple[tuple[int, int], ...]:
         """Length and number of segments, but for the last ones."""
-        return zip(self[::2], self[1::2], strict=False)
+        first, first_segments, later, later_segments, middle, middle_segments, _ = self
+        return (first, first_segments), (later, later_segments), (middle, middle_segments)
 
 
 def lengths_behind(middle: int) -> tuple[int, int, int]:

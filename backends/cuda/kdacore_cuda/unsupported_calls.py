@@ -63,12 +63,9 @@ def compiler(request: Request) -> Reason | None:
     arch = request.device.arch
     if _has_compiler() or (arch in BUILD_ARCHS and _has_cubins()):
         return None
-    return Reason(
-        "unavailable",
-        "has no packaged kernels for this architecture and no NVRTC to compile them",
-        arch,
-        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux",
-    )
+    why = "has no packaged kernels for this architecture and no NVRTC to compile them"
+    want = "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux"
+    return Reason("unavailable", why, arch, want)
 
 
 XLA_VERSIONS = ((0, 3), (0, 4))

@@ -22,7 +22,6 @@ from kdacore_cuda.forms.backward.workspace import WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, gates_of
 from kdacore_cuda.forms.launches import TOKENS, Launches, made_once
-from kdacore_cuda.forms.segments import workspace as saved_maps
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import items_for_choice, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -71,8 +70,10 @@ def launches_of(
         if name not in in_saved:
             numbers[f"{name}_at"] = first.add(size)
     if saved == "maps":
-        places_of_maps = saved_maps.saved_places(sizes["starts"] // saved_maps.START_BYTES)
-        numbers |= {f"{name}_at": at for name, at in places_of_maps.items()}
+        numbers |= {
+            "maps_at": 0,
+            "starts_at": sizes["maps"],
+        }  # as kdacore_cuda.forms.segments.launches saves them
     if not sums_to_caller:
         sums = zeroed if packed else both  # no kernel writes those of a pack's unused slots
         if wanted.A_log:

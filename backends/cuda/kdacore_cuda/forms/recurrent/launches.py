@@ -7,9 +7,9 @@ from typing import Any
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode, recurrent_mode
-from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
+from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches, arguments_of
 from kdacore_cuda.forms.recurrent import kernels
-from kdacore_cuda.kernel_parameters import FLAGS, GATES, TYPES
+from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT, TYPES
 from kdacore_cuda.request_encoding import contiguous_token_strides, division, dtypes_of, token_flags
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.plan_cache import FamilyCache
@@ -20,14 +20,7 @@ ARRAYS = (
     *("state_indices", "num_accepted_tokens", "has_initial_state"),
 )
 """Arguments that the launch takes, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`."""
-_FIELDS = {
-    "h0": "initial_state",
-    "ht": "final_state",
-    "indices": "state_indices",
-    "accepted": "num_accepted_tokens",
-    "has_initial": "has_initial_state",
-    "writes": "write_indices",
-}
+_FIELDS = {**arguments_of(RECURRENT), "indices": "state_indices", "accepted": "num_accepted_tokens"}
 _OF_TOKENS = (
     *(*STRIDES, *ROWS, "hv_factor", "hv_shift", "group_factor", "group_shift", "T", "H", "HV", "null_index"),
     *("gate", "flags", "qkv_type", "g_type", "beta_type", "bias_type", "scale", "lower_bound"),

@@ -29,7 +29,7 @@ def launches_of(r: Request) -> Launches:
     segments = lengths.segments(numbers["NT"])
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
     units, marked_units = numbers["units"], r.checkpoint_count * r.HV
-    keeps = keeps_maps(r, segments)
+    keeps = segments > 1 and chosen(r).saves == "maps"
     per_segment = kernels.output_blocks(slots * r.HV, multiprocessors)
     from_zeros = not (r.has("initial_state") or r.pool_size)
     may_compose = from_zeros and not (r.packed or marked_units)
@@ -70,11 +70,6 @@ def launches_of(r: Request) -> Launches:
     program = _program(numbers, *gates, marked_units > 0, segments > 1, blocks, output, keeps)
     buffers = {"workspace": addends_end if keeps else starts_end, "saved": starts_end if keeps else 0}
     return Launches(program, numbers, arch_of(r), buffers)
-
-
-def keeps_maps(r: Request, segments: int) -> bool:
-    """Whether maps and starting states are saved for the backward, given segments of a sequence."""
-    return segments > 1 and chosen(r).saves == "maps"
 
 
 @made_once

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from kdacore_cuda import kernel_parameters
-from kdacore_cuda.build.cubin_contents import LaunchSizes
 from kdacore_cuda.build.kernel_source import CSRC, EVERY_LANE, KernelSource, gather_headers
+from kdacore_cuda.build.launch_sizes import LaunchSizes
 from kdacore_cuda.kernel_parameters import ParamStruct
 
 HERE = Path(__file__).parent / "emulation"

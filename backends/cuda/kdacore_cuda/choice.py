@@ -189,10 +189,9 @@ def use_segments(items: int, bounded: bool, device: Figures) -> bool:
     return device.memory_rate() >= _FAST_MEMORY
 
 
-def dataflow_serves(request: Request) -> bool:
+def dataflow_serves(r: Request) -> bool:
     """Whether the kernels of the dataflow form have what a request asks for: no pack, no rows of a pool, states
     neither in place nor masked, no checkpoints at chosen tokens."""
-    r = request
     return not (
         r.packed
         or r.inplace_state
@@ -308,19 +307,13 @@ def saves_operands(r: Request, multiprocessors: int) -> bool:
 
 
 def saves_maps(r: Request, multiprocessors: int) -> bool:
-    """Whether a forward in segments, of which a sequence has several, saves their maps and starting states."""
-    if not r.needs_grad or r.kind != "torch" or r.traced:
-        return False
-    return use_saved_maps(items_for_choice(r), multiprocessors)
-
-
-def use_saved_maps(items: int, multiprocessors: int) -> bool:
-    """Whether ``items`` are few enough for a backward in segments whose maps are saved to be faster than one chain
-    per item.
+    """Whether a forward in segments, of which a sequence has several, saves their maps and starting states: with few
+    enough items for a backward that takes those to be faster than one chain per item.
 
     Of what a backward in segments takes more than such a chain, the maps are most.
     """
-    return 8 * items <= multiprocessors
+    may_save = r.needs_grad and r.kind == "torch" and not r.traced
+    return may_save and 8 * items_for_choice(r) <= multiprocessors
 
 
 def use_segments_backward(items: int, multiprocessors: int) -> bool:
@@ -465,10 +458,8 @@ def _choose_stage(r: Request, device: Figures) -> Choice:
     recomputes = r.op == "kda_recompute_w_u"
     own = recomputes and has_hopper_recompute(r.K, r.V, device.arch)
     head_dims = f"K={r.K}, V={r.V}" if recomputes else f"K={r.K}"
-    return Choice("stages", f"{_OWN[own]}, {head_dims}", own_recompute=own)
-
-
-_OWN = {True: "the kernel of Hopper", False: "the portable kernel"}
+    kernel = "the kernel of Hopper" if own else "the portable kernel"
+    return Choice("stages", f"{kernel}, {head_dims}", own_recompute=own)
 
 
 def has_hopper_recompute(K: int, V: int, arch: str) -> bool:

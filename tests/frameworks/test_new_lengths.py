@@ -136,13 +136,16 @@ def outcome(op: str, given: dict[str, Any]) -> Any:
 
 
 def lengths_of(call: CallDescription, rng: Any) -> CallDescription:
+    records = call.pool_use is not None and call.pool_use.records  # of which a row has as many in all calls
     if call.shape.lengths:
         lengths = tuple(int(n) for n in rng.integers(1, 8, rng.integers(1, 5)))
+        lengths = (*lengths, 7) if records else lengths
         padding = int(rng.integers(0, 3))
         return call.changed(lengths=lengths, padding=padding, T=sum(lengths) + padding)
     most = 16 if call.option("read_only_state") else 27
     rows = 1 if call.pool_use is not None and call.pool_use.checkpoints else 3
-    return call.changed(B=int(rng.integers(1, rows + 1)), T=int(rng.integers(1, most + 1)))
+    T = min(call.shape.T, 16) if records else int(rng.integers(1, most + 1))
+    return call.changed(B=int(rng.integers(1, rows + 1)), T=T)
 
 
 def cut(given: dict[str, Any], rng: Any) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def records_call(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, **options
 def flags_of(call: FormCall) -> torch.Tensor:
     """One row a record."""
     at, units = int(call.numbers["flags_at"]), int(call.made.buffers["workspace"])
-    return call.workspace[at:units].view(torch.int64).view(-1, kernels.BLOCKS_BESIDE)
+    return call.workspace[at:units].view(torch.int64).view(-1, 2)
 
 
 def test_every_flag_that_is_raised_is_read(
@@ -305,9 +305,9 @@ def test_first_chunks_come_first(
 def test_every_block_finds_a_multiprocessor() -> None:
     blocks = kernels.records_blocks_beside
     for items in range(1, 37):
-        assert blocks(10**6, items, 132) + kernels.BLOCKS_BESIDE * items == 132
-    assert blocks(5, 17, 132) == 3
-    assert blocks(10**6, 4, 5) == 1
+        assert blocks(10**6, 2 * items, 132) + 2 * items == 132
+    assert blocks(5, 34, 132) == 3
+    assert blocks(10**6, 8, 5) == 1
 
 
 @pytest.mark.parametrize("kernel", [kernels.records_beside_kernel(), kernels.walk_beside_kernel()])

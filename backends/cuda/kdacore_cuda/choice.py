@@ -142,7 +142,7 @@ def _choose_gated_delta(r: Request, device: Figures) -> Choice:
     if items <= most:
         return Choice("gated_delta", why, cut=True, backward_in_segments=use_cut_backward(items, count))
     if use_records_beside(r, count):
-        walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
+        walking = f"{state_parts(r) * r.N * r.HV} of {count} multiprocessors walk"
         return Choice("gated_delta", f"{amount}, records beside walks ({walking})", beside=True)
     return Choice("gated_delta", why)
 
@@ -248,10 +248,19 @@ def use_cut_backward(items: int, multiprocessors: int) -> bool:
     return 8 * items <= multiprocessors
 
 
+PART_VALUES = 64
+"""Value rows of a state that a warpgroup carries."""
+
+
+def state_parts(r: Request) -> int:
+    """Such parts of a state: 1 if heads have at most 64 channels and values, else 2."""
+    return 1 if max(r.K, r.V) <= PART_VALUES else 2
+
+
 def use_records_beside(r: Request, multiprocessors: int) -> bool:
     """Whether a forward of the gated delta rule makes records while others are walked. Both ways give the same bits, so
     tokens may decide."""
-    if _LARGEST_WALKING_PART * multiprocessors < 2 * r.N * r.HV:
+    if _LARGEST_WALKING_PART * multiprocessors < state_parts(r) * r.N * r.HV:
         return False
     if r.packed and r.N > ORDERED_SEQUENCES:
         return False

@@ -7,9 +7,9 @@
 // running or done and wait for nobody, so there is no deadlock. It ends after chunk_records_beside, so a later launch
 // that waits for this one has waited for both.
 //
-// Grid: two blocks a sequence and value head. Warps: walk_block.cuh.
+// Grid: two blocks a sequence and value head; one if a state has 64 values. Warps: walk_block.cuh.
 //
-// Macros from the host: WARPGROUPS, 1: a record has a flag for each of two blocks.
+// Macros from the host: WARPGROUPS, 1: a record has flags for two blocks.
 #include "generated/gated_delta_beside_params.cuh"
 #include "sm90/chunk_forward/dataflow/flags.cuh"
 #include "sm90/gated_delta/walk_forward.cuh"
@@ -31,7 +31,7 @@ struct FlaggedRecords {
 };
 
 KDA_KERNEL(THREADS, 1) walk_records_beside(KDA_PARAM GatedDeltaBesideParams p) {
-  static_assert(PARTS * 8 == UNIT_FLAGS_BYTES, "a flag for each block");
+  static_assert(PARTS * 8 <= UNIT_FLAGS_BYTES, "a flag for each block");
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   make_forward_barriers(shared);

@@ -42,11 +42,20 @@ WIDE = Variant()
 """K = V = 128, bfloat16."""
 
 
+PACKAGED = (WIDE, Variant(64), Variant(float16=True), Variant(marks=True))
+"""Those that the package has machine code for."""
+
+
 def variant_of(r: Request, cut: bool) -> Variant:
-    """That of the kernels of a call. ``cut``: sequences have several segments; maps of these, and the launch that
-    chains them, have states of 128."""
-    size = PART_VALUES * (2 if cut else state_parts(r))
-    return Variant(size, min(r.K, r.V) < size, r.dtype == "float16", r.checkpoint_count > 0)
+    """That of the kernels of a call. ``cut``: sequences have several segments."""
+    size = PART_VALUES * state_parts(r)
+    found = Variant(size, min(r.K, r.V) < size, r.dtype == "float16", r.checkpoint_count > 0)
+    return cut_variant(found) if cut else found
+
+
+def cut_variant(of: Variant) -> Variant:
+    """That of kernels for segments of such calls: maps, and the launch that chains them, have states of 128."""
+    return of if of.size == WIDE.size else of._replace(size=WIDE.size, narrow=True)
 
 
 # In the functions that follow ``of`` is the variant.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kdacore_cuda.build.kernel_source import KernelSource
@@ -14,8 +15,8 @@ class Allowance(NamedTuple):
     spills: int
     arch: str
     path: str
-    macros: dict[str, int]
-    """What the kernels are compiled with, as far as it matters."""
+    macros: Mapping[str, int | None]
+    """What the kernels are compiled with, as far as it matters; None: without."""
     why: str
 
     def covers(self, kernel: KernelSource, arch: str) -> bool:
@@ -24,6 +25,8 @@ class Allowance(NamedTuple):
             given.get(name) == value for name, value in self.macros.items()
         )
 
+
+_MARKS = "where the next checkpoint lies, beside all that walks hold; what is needed once a chunk"
 
 ALLOWED = (
     Allowance(
@@ -58,22 +61,53 @@ ALLOWED = (
         24,
         "sm_90a",
         "sm90/gated_delta/walk_records.cu",
-        {"WARPGROUPS": 2},
+        {"WARPGROUPS": 2, "MARKS": None},
         "two warpgroups leave 232 registers; what is needed once a chunk",
+    ),
+    *(
+        Allowance(spills, "sm_90a", f"sm90/gated_delta/{name}.cu", {"MARKS": 1} | macros, _MARKS)
+        for name, macros, spills in (
+            ("walk_records", {"WARPGROUPS": 1}, 8),
+            ("walk_records", {"WARPGROUPS": 2}, 64),
+            ("walk_records_beside", {}, 8),
+            ("walk_first_segments", {}, 40),
+            ("walk_later_segments", {}, 16),
+        )
     ),
     Allowance(
         16,
         "sm_90a",
         "sm90/gated_delta/walk_first_segments.cu",
-        {},
+        {"MARKS": None, "NARROW": None},
         "two walks in one kernel; what is needed once a walk, and one word once a chunk",
     ),
     Allowance(
         80,
         "sm_90a",
         "sm90/gated_delta/walk_making_records.cu",
-        {},
+        {"MARKS": None, "SIZE": None},
         "roles have 232, 112 and 56 registers; what is needed once a walk, and once a unit",
+    ),
+    Allowance(
+        92,
+        "sm_90a",
+        "sm90/gated_delta/walk_making_records.cu",
+        {"MARKS": 1},
+        "as above, with checkpoints at chosen tokens",
+    ),
+    Allowance(
+        32,
+        "sm_90a",
+        "sm90/gated_delta/walk_first_segments.cu",
+        {"MARKS": None, "NARROW": 1},
+        "as above, with the head dims of the call",
+    ),
+    Allowance(
+        4,
+        "sm_90a",
+        "sm90/gated_delta/walk_later_segments.cu",
+        {"MARKS": None, "NARROW": 1},
+        "the head dims of the call",
     ),
     Allowance(
         128,
@@ -149,8 +183,22 @@ ALLOWED = (
         80,
         "sm_90a",
         "sm90/gated_delta/unit_grads.cu",
-        {},
+        {"NARROW": None, "HALF_F16": None, "SIZE": None},
         "two warpgroups of 216 registers leave 72 for the warps that load and finish gates",
+    ),
+    Allowance(
+        84,
+        "sm_90a",
+        "sm90/gated_delta/unit_grads.cu",
+        {"HALF_F16": 1},
+        "as above",
+    ),
+    Allowance(
+        112,
+        "sm_90a",
+        "sm90/gated_delta/unit_grads.cu",
+        {"NARROW": 1},
+        "as above, with the head dims of the call",
     ),
     Allowance(
         8,

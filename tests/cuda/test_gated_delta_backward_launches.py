@@ -15,7 +15,7 @@ from single_launches import launch_kernel
 from kdacore.types import InputGrads
 from kdacore_cuda.forms.gated_delta import backward_launches
 from kdacore_cuda.forms.gated_delta.kernels import sums_kernel
-from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_BYTES
+from kdacore_cuda.forms.gated_delta.workspace import SAVED, unit_bytes
 from kdacore_cuda.kernel_parameters import SUM_SCALE, TYPES
 
 NAN = float("nan")
@@ -82,8 +82,8 @@ def test_launches(emulated: list[str], saved: str, packed: bool, to_caller: bool
     walks = 6 * r.N * (1 if saved else 2)
     assert numbers["walk_blocks"] == walks * 2  # few find a multiprocessor each
     assert (numbers["units"], numbers["record_blocks"], numbers["grads_blocks"]) == (slots * 2,) * 3
-    places = {n: numbers[f"{n}_at"] for n in UNIT_BYTES if not (saved and n in SAVED)}
-    sizes = {n: slots * 6 * UNIT_BYTES[n] for n in places}
+    places = {n: numbers[f"{n}_at"] for n in unit_bytes() if not (saved and n in SAVED)}
+    sizes = {n: slots * 6 * unit_bytes()[n] for n in places}
     parts = {n: numbers[f"{n}_at"] for n in ("dA_part", "dbias_part") if not to_caller}
     ends = slots * 6 * 4
     if packed:

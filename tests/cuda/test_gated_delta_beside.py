@@ -365,9 +365,9 @@ def test_first_chunks_come_first(
 def test_every_block_finds_a_multiprocessor() -> None:
     blocks = kernels.records_blocks_beside
     for items in range(1, 37):
-        assert blocks(10**6, items, 132) + kernels.BLOCKS_BESIDE * items == 132
-    assert blocks(5, 17, 132) == 3
-    assert blocks(10**6, 4, 5) == 1
+        assert blocks(10**6, 2 * items, 132) + 2 * items == 132
+    assert blocks(5, 34, 132) == 3
+    assert blocks(10**6, 8, 5) == 1
 
 
 @pytest.mark.parametrize(

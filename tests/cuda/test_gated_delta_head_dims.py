@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chunk_backward_calls import same_gradients
-from cuda_calls import MODEL, Draw, check_outputs, oracle, request_of
+from cuda_calls import MODEL, Draw, check_outputs, error, oracle, request_of
 from gated_delta_backward_calls import WHOLE, carry, hold, leave_uncut, output_grads, training
 from gated_delta_backward_calls import check as check_gradients
 from gated_delta_backward_calls import run as run_backward
@@ -40,7 +40,7 @@ from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")
-DIMS = [(64, 64), (128, 64), (16, 112), (48, 128), (96, 80)]
+DIMS = [(64, 64), (128, 64), (48, 32), (16, 112), (96, 80)]
 SQUARE, MORE = DIMS[0], pytest.mark.exhaustive
 WALK = ["chunk_records", "walk_records"]
 
@@ -115,7 +115,7 @@ def padded(x: torch.Tensor, *sizes: int) -> torch.Tensor:
 def test_bits_of_a_call_filled_up_with_zeros(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
 ) -> None:
-    """Of results, checkpoints and all gradients."""
+    """Of results, checkpoints and gradients."""
     leave_uncut(monkeypatch)
     K, V = dims
     inputs = draw(150, 2, 4, dims=dims, initial_state=state(1, 4, matrix=dims))
@@ -136,7 +136,11 @@ def test_bits_of_a_call_filled_up_with_zeros(
     sizes = {"q": (K,), "k": (K,), "v": (V,), "initial_state": dims}
     for name, x, y in zip(narrow._fields, narrow, filled, strict=True):
         part = (..., *(slice(size) for size in sizes.get(name, ())))
-        assert (x is None) == (y is None) and (x is None or same_bits(x, y[part])), name
+        if name in ("g", "A_log", "dt_bias") and dims == SQUARE:
+            # Kernels for heads of 64 add up the product of states in another order.
+            assert error(x, y.double().numpy()) < 1e-4, name
+        else:
+            assert same_bits(x, y[part]), name
 
 
 def test_later_tokens_change_no_bit(emulated: list[str]) -> None:
@@ -304,27 +308,54 @@ def test_which_dims_have_kernels() -> None:
     assert all(fitted(K, V) for K, V in [(100, 96), (96, 104), (8, 64), (64, 8), (128, 256), (256, 64)])
 
 
-NARROW = kernels.variant_of(request_of(OP, draw(20, dims=SQUARE), **MODEL))
-_USUAL = ("walk", "backward", "grads")
+def test_variants() -> None:
+    """Heads of at most 64 have kernels of their own, but where sequences are cut into segments."""
+
+    def variant(K: int, V: int, cut: bool) -> tuple[int, bool]:
+        return kernels.variant_of(request_of(OP, draw(20, dims=(K, V)), **MODEL), cut)[:2]
+
+    for cut in (False, True):
+        assert variant(128, 128, cut) == (128, False)
+        assert variant(64, 80, cut) == variant(80, 64, cut) == (128, True)
+    assert variant(64, 64, False) == (64, False)
+    assert variant(16, 64, False) == variant(64, 48, False) == (64, True)
+    assert variant(64, 64, True) == (128, True)
+
+
+SMALL, SMALL_NARROW, NARROW = (kernels.Variant(*x) for x in ((64, False), (64, True), (128, True)))
 KERNELS = {
-    "walk": lambda: kernels.walk_kernel(1, of=NARROW),
-    "whole state": lambda: kernels.walk_kernel(2, of=NARROW),
-    "keeping": lambda: kernels.walk_kernel(1, True, NARROW),
-    "beside": lambda: kernels.walk_beside_kernel(NARROW),
-    "within": lambda: kernels.making_kernel(NARROW),
-    "backward": lambda: kernels.backward_walk_kernel(1, True, NARROW),
-    "grads": lambda: kernels.grads_kernel(NARROW),
-    "first": lambda: kernels.first_segments_kernel(NARROW),
-    "later": lambda: kernels.later_segments_kernel(NARROW),
-    "outer": lambda: kernels.outer_segments_kernel(NARROW),
-    "inner": lambda: kernels.inner_segments_kernel(NARROW),
+    "records": lambda of: kernels.records_kernel(of),
+    "records beside": lambda of: kernels.records_beside_kernel(of),
+    "walk": lambda of: kernels.walk_kernel(1, of=of),
+    "whole state": lambda of: kernels.walk_kernel(2, of=of),
+    "keeping": lambda of: kernels.walk_kernel(1, True, of),
+    "beside": lambda of: kernels.walk_beside_kernel(of),
+    "within": lambda of: kernels.making_kernel(of),
+    "backward": lambda of: kernels.backward_walk_kernel(1, True, of),
+    "grads": lambda of: kernels.grads_kernel(of),
+    "first": lambda of: kernels.first_segments_kernel(of),
+    "later": lambda of: kernels.later_segments_kernel(of),
+    "outer": lambda of: kernels.outer_segments_kernel(of),
+    "inner": lambda of: kernels.inner_segments_kernel(of),
 }
+OF_WIDE_STATES = {"whole state", "first", "later", "outer", "inner"}
+USUAL = {(SMALL, "walk"), (SMALL, "backward"), (SMALL, "grads"), (NARROW, "walk")}
 
 
-@pytest.mark.parametrize("name", [x if x in _USUAL else pytest.param(x, marks=MORE) for x in KERNELS])
-def test_products_overlap(name: str) -> None:
-    """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
-    log = compile_kernel(KERNELS[name]().source, "sm_90a").log
-    assert "serialized" not in log
-    assert "setmaxnreg ignored" not in log
-    assert "wait is injected" not in log
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        pytest.param(of, name, marks=() if (of, name) in USUAL else MORE, id=f"{name} {of.size} {of.narrow}")
+        for of in (SMALL, SMALL_NARROW, NARROW)
+        for name in KERNELS
+        if of.size == 128 or name not in OF_WIDE_STATES
+    ],
+)
+def test_products_overlap(of: kernels.Variant, name: str) -> None:
+    """The compiler says when it makes each product wait for the one before, or ignores the trade of registers. Kernels
+    of the usual head dim spill nothing."""
+    built = compile_kernel(KERNELS[name](of).source, "sm_90a")
+    assert "serialized" not in built.log
+    assert "setmaxnreg ignored" not in built.log
+    assert "injected" not in built.log
+    assert of != SMALL or not built.usage().spills

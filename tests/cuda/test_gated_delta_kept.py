@@ -15,7 +15,7 @@ from gated_delta_calls import draw, names_of, pack, state
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import launches
-from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_BYTES
+from kdacore_cuda.forms.gated_delta.workspace import SAVED, unit_bytes
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -46,7 +46,7 @@ def check_kept(inputs: ChunkInputs, launched: list[str], **options: Any) -> Outp
     assert names_of(launched) == ["chunk_records", "walk_records_keeping", *WHOLE[1:]]
     assert "WITH_STATES0" in launched[2]
     (buffer,) = out.saved
-    units = launches.launches_of(r).buffers["saved"] // sum(UNIT_BYTES[n] for n in SAVED)
+    units = launches.launches_of(r).buffers["saved"] // sum(unit_bytes()[n] for n in SAVED)
     assert buffer.dtype == torch.uint8 and units >= r.HV
     check_outputs(out, oracle(r, inputs), 2.0)
     hold(got, oracle_backward(r, inputs, grads), inputs, 2.0)

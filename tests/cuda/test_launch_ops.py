@@ -29,7 +29,7 @@ from kdacore_cuda.forms.backward import workspace as chunk_backward_workspace
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import gradients as gated_delta_gradients
-from kdacore_cuda.forms.gated_delta.workspace import UNIT_BYTES
+from kdacore_cuda.forms.gated_delta.workspace import unit_bytes
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
@@ -569,7 +569,7 @@ def test_gated_delta_backward(seen: Stub, monkeypatch: pytest.MonkeyPatch, packe
     for x in (walk, grads):
         holds(x.params, d_o=do, d_ht=dht, d_h0=got.initial_state, h0=inputs.initial_state, units=slots * 2)
         holds(x.params, dq=got.q, dk=got.k, dv=got.v, dg=got.g, dbeta=got.beta)
-        assert all(x.params[name] == walk.params[name] != 0 for name in UNIT_BYTES)
+        assert all(x.params[name] == walk.params[name] != 0 for name in unit_bytes())
     units = slots * 6
     if saves:
         saved = [walk.params[name] for name in ("records", "u", "states")]
@@ -577,7 +577,7 @@ def test_gated_delta_backward(seen: Stub, monkeypatch: pytest.MonkeyPatch, packe
         assert saved[0] == forward[0].params["records"] == out.saved[0].data_ptr()
     else:
         assert backward[0].params["records"] == walk.params["records"]
-    places = sorted((walk.params[name], units * size) for name, size in UNIT_BYTES.items())
+    places = sorted((walk.params[name], units * size) for name, size in unit_bytes().items())
     assert all(at + size <= other for (at, size), (other, _) in itertools.pairwise(places))
     assert not any(at % 16 for at, _ in places)
     holds(sums.params, d_A=got.A_log, d_bias=got.dt_bias, slots=slots, HV=6)

@@ -145,7 +145,7 @@ def _choose_gated_delta(r: Request, device: Figures) -> Choice:
     if use_records_within(r, count):
         return Choice("gated_delta", f"{amount}, records made where others are walked", records="within")
     if use_records_beside(r, count):
-        walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
+        walking = f"{state_parts(r) * r.N * r.HV} of {count} multiprocessors walk"
         return Choice("gated_delta", f"{amount}, records beside walks ({walking})", records="beside")
     return Choice("gated_delta", why)
 
@@ -252,10 +252,19 @@ def use_cut_backward(items: int, multiprocessors: int) -> bool:
     return 8 * items <= multiprocessors
 
 
+PART_VALUES = 64
+"""Value rows of a state that a warpgroup carries."""
+
+
+def state_parts(r: Request) -> int:
+    """Such parts of a state: 1 if heads have at most 64 channels and values, else 2."""
+    return 1 if max(r.K, r.V) <= PART_VALUES else 2
+
+
 def use_records_beside(r: Request, multiprocessors: int) -> bool:
     """Whether a forward of the gated delta rule makes records while others are walked. Both ways give the same bits, so
     tokens may decide."""
-    if _LARGEST_WALKING_PART * multiprocessors < 2 * r.N * r.HV:
+    if _LARGEST_WALKING_PART * multiprocessors < state_parts(r) * r.N * r.HV:
         return False
     return _has_order(r) and _units_for_each(r, multiprocessors) >= _LEAST_UNITS
 

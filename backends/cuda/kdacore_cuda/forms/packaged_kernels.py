@@ -26,8 +26,9 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     """The kernels that :func:`kdacore_cuda.build.packaging.build_all` compiles for the real
     architecture ``arch``.
 
-    Not packaged, and so compiled on the first call: stages with K != V and, except on Hopper, the
-    chunk forward with a float32 ``g``.
+    Not packaged, and so compiled on the first call: stages with K != V; except on Hopper, the chunk
+    forward with a float32 ``g``; and the gated delta rule with head dims other than 64 and 128, or
+    with float16 and another head dim than 128.
     """
     kernels = [_each(recurrent_kernel, HEAD_DIMS, _EITHER, _EITHER, RecurrentMode)]
     kernels += _of_hopper() if arch == HOPPER else []
@@ -61,17 +62,7 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(segments.output_kernel, (2,), _EITHER, _EITHER),
         _each(dataflow.prepare_units_kernel, _EITHER, _NO),
         _each(dataflow.walk_kernel),
-        _each(gated_delta.records_kernel),
-        _each(gated_delta.walk_kernel, _WARPGROUPS, _EITHER),
-        _each(gated_delta.first_segments_kernel),
-        _each(gated_delta.later_segments_kernel),
-        _each(gated_delta.records_beside_kernel),
-        _each(gated_delta.walk_beside_kernel),
-        _each(gated_delta.making_kernel),
-        _each(gated_delta.outer_segments_kernel),
-        _each(gated_delta.inner_segments_kernel),
-        _each(gated_delta.backward_walk_kernel, _WARPGROUPS, _EITHER),
-        _each(gated_delta.grads_kernel),
+        *chain.from_iterable(map(_of_gated_delta, gated_delta.PACKAGED)),
         _each(gated_delta.sums_kernel),
         _each(slices.transition_kernel, _BLOCKS),
         _each(slices.starts_kernel, _BLOCKS),
@@ -79,6 +70,27 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(slices.chain_kernel, _BLOCKS),
         _each(fused.checkpoint_tail_kernel),
     ]
+
+
+def _of_gated_delta(of: gated_delta.Variant) -> Iterator[Iterator[Kernel]]:
+    """The kernels of a variant: those of calls with checkpoints at chosen tokens, or of all others."""
+    either, warpgroups = (_NO if of.marks else _EITHER), range(1, of.blocks() + 1)
+    yield _each(gated_delta.walk_kernel, warpgroups, either, (of,))
+    yield _each(gated_delta.walk_beside_kernel, (of,))
+    yield _each(gated_delta.making_kernel, (of,))
+    in_segments = gated_delta.cut_variant(of)
+    yield _each(gated_delta.first_segments_kernel, (in_segments,))
+    yield _each(gated_delta.later_segments_kernel, (in_segments,))
+    if of.marks:
+        yield _each(gated_delta.to_checkpoints_kernel, (of,))
+        return
+    either_size = dict.fromkeys((of, in_segments))
+    yield _each(gated_delta.records_kernel, either_size)
+    yield _each(gated_delta.grads_kernel, either_size)
+    yield _each(gated_delta.records_beside_kernel, (of,))
+    yield _each(gated_delta.outer_segments_kernel, (in_segments,))
+    yield _each(gated_delta.inner_segments_kernel, (in_segments,))
+    yield _each(gated_delta.backward_walk_kernel, warpgroups, _EITHER, (of,))
 
 
 def _of_head_dim(K: int, arch: str) -> Iterator[Iterator[Kernel]]:

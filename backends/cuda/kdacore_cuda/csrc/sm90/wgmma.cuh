@@ -83,11 +83,18 @@ __device__ __forceinline__ void warpgroup_mma(float (&d)[16][4], const u32 (&a)[
       : KDA_TILES16(d, 0)
       : KDA_LEFT(a), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
-// d[64 x 128] -= a[64 x 16] b[16 x 128], the sum over rows of b.
+// d[64 x N] -= a[64 x 16] b[16 x N], the sum over rows of b.
 __device__ __forceinline__ void warpgroup_subtract(float (&d)[16][4], const u32 (&a)[4], u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." KDA_HALF " {" KDA_NAMES64
                "}, {%64, %65, %66, %67}, %68, 1, -1, 1, 1;"
                : KDA_TILES16(d, 0)
+               : KDA_LEFT(a), "l"(b));
+}
+
+__device__ __forceinline__ void warpgroup_subtract(float (&d)[8][4], const u32 (&a)[4], u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." KDA_HALF " {" KDA_NAMES32
+               "}, {%32, %33, %34, %35}, %36, 1, -1, 1, 1;"
+               : KDA_TILES8(d, 0)
                : KDA_LEFT(a), "l"(b));
 }
 

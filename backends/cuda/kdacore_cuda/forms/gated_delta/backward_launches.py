@@ -27,7 +27,7 @@ from kdacore_cuda.forms.gated_delta.kernels import (
     variant_of,
 )
 from kdacore_cuda.forms.gated_delta.launches import call_numbers
-from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_BYTES, places
+from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_ARRAYS, places
 from kdacore_cuda.forms.launches import TOKENS, Launches, made_once
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import type_code
@@ -56,13 +56,14 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     """
     slots, items, multiprocessors = chunk_slots(r), r.N * r.HV, multiprocessors_of(r)
     numbers = call_numbers(r, for_backward=True)
-    walks = items if saved else 2 * items
-    warpgroups = walk_warpgroups(walks, multiprocessors)
+    cut = None if saved else cut_of(r)
+    of, walks = variant_of(r, cut is not None), items if saved else 2 * items
+    warpgroups = min(walk_warpgroups(walks, multiprocessors), of.blocks())
     workspace, second, zeroed = Buffer(), Buffer(), Buffer()
     if saved:
-        numbers |= places(SAVED, slots * r.HV, Buffer())
-    own = tuple([name for name in UNIT_BYTES if not (saved and name in SAVED)])
-    numbers |= places(own, slots * r.HV, workspace)
+        numbers |= places(SAVED, slots * r.HV, of.size, Buffer())
+    own = tuple([name for name in UNIT_ARRAYS if not (saved and name in SAVED)])
+    numbers |= places(own, slots * r.HV, of.size, workspace)
     parts = tuple([name for name, x in _PARTS.items() if getattr(wanted, x)])
     if not sums_to_caller:
         for name in parts:
@@ -71,17 +72,16 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     for x in unwanted:
         numbers[f"d{x}_at"] = second.add(_gradient_bytes(r, x))
     numbers |= {
-        "walk_blocks": 2 // warpgroups * walks,
+        "walk_blocks": of.blocks(warpgroups) * walks,
         "grads_blocks": min(slots * r.H, multiprocessors),
         "slots": slots,
         "A_type": type_code(r, "A_log"),
         "zeroed_bytes": zeroed.bytes,
     }
-    cut = None if saved else cut_of(r)
     if cut is not None:
         numbers |= numbers_of(r, cut, workspace)
     walk = (True, cut.chain) if cut else (False, warpgroups)
-    program = _program(numbers, variant_of(r), walk, bool(saved), unwanted, parts, sums_to_caller, r.packed)
+    program = _program(numbers, of, walk, bool(saved), unwanted, parts, sums_to_caller, r.packed)
     buffers = {"workspace": workspace.bytes, "second": second.bytes, "zeroed": zeroed.bytes}
     return Launches(program, numbers, arch_of(r), buffers)
 
@@ -106,7 +106,7 @@ def _program(
     """``walk``: whether walks are cut into segments, and then blocks a state of the chain, else warpgroups of a block.
     ``unwanted``: tokens whose gradients nobody takes; ``parts``: those of :data:`_PARTS` whose sums are wanted."""
     fields: dict[str, Value] = {
-        name: ("saved" if saved and name in SAVED else "workspace", f"{name}_at") for name in UNIT_BYTES
+        name: ("saved" if saved and name in SAVED else "workspace", f"{name}_at") for name in UNIT_ARRAYS
     }
     fields |= {f"d{x}": ("second", f"d{x}_at") for x in unwanted}
     sums: dict[str, Value] = {name: NOTHING for name in _PARTS if name not in parts}

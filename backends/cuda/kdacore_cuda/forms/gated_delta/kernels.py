@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import Request
+from kdacore_cuda.choice import PART_VALUES, state_parts
 from kdacore_cuda.kernel_parameters import (
     GATED_DELTA,
     GATED_DELTA_BACKWARD,
@@ -23,21 +24,38 @@ _SOURCES = "sm90/gated_delta"
 class Variant(NamedTuple):
     """What kernels are compiled for, besides their blocks."""
 
+    size: int = 128
+    """Channels and values of a head in shared memory and in the workspace: 128 or 64."""
     narrow: bool = False
-    """Heads have fewer than 128 channels or values: csrc/sm90/gated_delta/head_dims.cuh."""
+    """Heads have fewer channels or values: csrc/sm90/gated_delta/head_dims.cuh."""
     float16: bool = False
     """q, k, v and operands of products are float16, else bfloat16."""
     marks: bool = False
     """The walk may have checkpoints at chosen tokens: csrc/sm90/gated_delta/walk_checkpoints.cuh."""
+
+    def blocks(self, warpgroups: int = 1) -> int:
+        """Blocks that walk a sequence and value head, of so many warpgroups, which have 64 values each."""
+        return self.size // (PART_VALUES * warpgroups)
 
 
 WIDE = Variant()
 """K = V = 128, bfloat16."""
 
 
-def variant_of(r: Request) -> Variant:
-    """That of the kernels of a call."""
-    return Variant(min(r.K, r.V) < 128, r.dtype == "float16", r.checkpoint_count > 0)
+PACKAGED = (WIDE, Variant(64), Variant(float16=True), Variant(marks=True))
+"""Those that the package has machine code for."""
+
+
+def variant_of(r: Request, cut: bool) -> Variant:
+    """That of the kernels of a call. ``cut``: sequences have several segments."""
+    size = PART_VALUES * state_parts(r)
+    found = Variant(size, min(r.K, r.V) < size, r.dtype == "float16", r.checkpoint_count > 0)
+    return cut_variant(found) if cut else found
+
+
+def cut_variant(of: Variant) -> Variant:
+    """That of kernels for segments of such calls: maps, and the launch that chains them, have states of 128."""
+    return of if of.size == WIDE.size else of._replace(size=WIDE.size, narrow=True)
 
 
 # In the functions that follow ``of`` is the variant.
@@ -55,7 +73,8 @@ def _walk(name: str, params: ParamStruct, of: Variant, **macros: int) -> Kernel:
 @cache
 def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, int], ...]) -> Kernel:
     variant = {"NARROW": of.narrow or None, "HALF_F16": of.float16 or None, "MARKS": of.marks or None}
-    return make_kernel(f"{_SOURCES}/{name}", params, **variant, **dict(macros))
+    size = None if of.size == WIDE.size else of.size
+    return make_kernel(f"{_SOURCES}/{name}", params, SIZE=size, **variant, **dict(macros))
 
 
 def records_kernel(of: Variant = WIDE) -> Kernel:
@@ -65,8 +84,6 @@ def records_kernel(of: Variant = WIDE) -> Kernel:
 
 RECORD_PLACES = 2
 """Units, chunks of a key head, that a block of :func:`records_beside_kernel` makes at once."""
-BLOCKS_BESIDE = 2
-"""Blocks of :func:`walk_beside_kernel` for each sequence and value head."""
 
 
 def records_beside_kernel(of: Variant = WIDE) -> Kernel:
@@ -74,15 +91,15 @@ def records_beside_kernel(of: Variant = WIDE) -> Kernel:
     return _kernel("chunk_records_beside", GATED_DELTA_BESIDE, of)
 
 
-def records_blocks_beside(units: int, items: int, multiprocessors: int) -> int:
-    """Blocks of :func:`records_beside_kernel`: one for each multiprocessor that the walks of ``items`` sequences times
-    value heads leave, as far as there are ``units`` for them."""
-    return min(-(-units // RECORD_PLACES), max(1, multiprocessors - BLOCKS_BESIDE * items))
+def records_blocks_beside(units: int, walking: int, multiprocessors: int) -> int:
+    """Blocks of :func:`records_beside_kernel`: one for each multiprocessor that the ``walking`` blocks leave, as far as
+    there are ``units`` for them."""
+    return min(-(-units // RECORD_PLACES), max(1, multiprocessors - walking))
 
 
 def walk_beside_kernel(of: Variant = WIDE) -> Kernel:
     """:func:`walk_kernel` with one warpgroup, beside :func:`records_beside_kernel`. The same bits."""
-    return _walk("walk_records_beside", GATED_DELTA_BESIDE, of, WARPGROUPS=2 // BLOCKS_BESIDE)
+    return _walk("walk_records_beside", GATED_DELTA_BESIDE, of, WARPGROUPS=1)
 
 
 def making_kernel(of: Variant = WIDE) -> Kernel:
@@ -94,7 +111,8 @@ def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Ker
     """Outputs and states of every sequence and value head, from the records.
 
     Args:
-        warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits.
+        warpgroups: per block. 2: a block carries a whole state; 1: two blocks share one. The same bits. A state of 64
+            values is one warpgroup's.
         keeps: also stores each chunk's u and the state at its start, for a backward; its parameters are
             :data:`~kdacore_cuda.kernel_parameters.GATED_DELTA_BACKWARD`.
     """
@@ -114,13 +132,9 @@ def later_segments_kernel(of: Variant = WIDE) -> Kernel:
     return _walk("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
 
 
-CHECKPOINT_BLOCKS = 2
-"""Blocks of :func:`to_checkpoints_kernel` for each checkpoint and value head."""
-
-
 def to_checkpoints_kernel(of: Variant = WIDE) -> Kernel:
-    """Checkpoints at tokens inside a chunk, from the states at its start."""
-    return _kernel("walk_to_checkpoints", GATED_DELTA, of, WARPGROUPS=2 // CHECKPOINT_BLOCKS)
+    """Checkpoints at chosen tokens, from the states at the start of their chunks: blocks of 64 values."""
+    return _kernel("walk_to_checkpoints", GATED_DELTA, of, WARPGROUPS=1)
 
 
 def outer_segments_kernel(of: Variant = WIDE) -> Kernel:
@@ -143,7 +157,7 @@ def backward_walk_kernel(warpgroups: int, with_states: bool, of: Variant = WIDE)
     """The gradients of v and of every chunk's state, from the records: a walk from each sequence's end.
 
     Args:
-        warpgroups: as of :func:`walk_kernel`; the grid has ``2 // warpgroups`` blocks a sequence and value head.
+        warpgroups: as of :func:`walk_kernel`; the grid has a block for each ``64 * warpgroups`` values.
         with_states: as many more blocks recompute u and the states, beside them.
     """
     return _kernel("walk_backward", GATED_DELTA_BACKWARD, of, WARPGROUPS=warpgroups, WITH_STATES=with_states)

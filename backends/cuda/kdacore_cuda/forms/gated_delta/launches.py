@@ -14,8 +14,6 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
-    BLOCKS_BESIDE,
-    CHECKPOINT_BLOCKS,
     Variant,
     making_kernel,
     records_beside_kernel,
@@ -29,7 +27,6 @@ from kdacore_cuda.forms.gated_delta.kernels import (
 from kdacore_cuda.forms.gated_delta.segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.workspace import RECORD_FLAGS_BYTES, SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
-from kdacore_cuda.forms.segments.workspace import START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -43,44 +40,48 @@ def launches_of(r: Request) -> Launches:
     if choice.records != "before":
         return _launches_with_flags(r, choice.records == "within")
     saves, cut = bool(choice.saves), cut_of(r)
-    items = r.N * r.HV
-    warpgroups = walk_warpgroups(items, multiprocessors_of(r))
-    numbers = call_numbers(r, for_backward=saves) | {"walk_blocks": 2 // warpgroups * items}
+    items, of = r.N * r.HV, variant_of(r, cut is not None)
+    warpgroups = min(walk_warpgroups(items, multiprocessors_of(r)), of.blocks())
+    numbers = call_numbers(r, for_backward=saves) | {"walk_blocks": of.blocks(warpgroups) * items}
     buffer = Buffer()
-    numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, buffer)
+    numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, of.size, buffer)
     if cut is not None:
         numbers |= numbers_of(r, cut, buffer)
-    numbers |= _checkpoint_numbers(r, buffer)
-    program = _program(numbers, variant_of(r), warpgroups, saves, cut is not None, cut.chain if cut else 0)
+    numbers |= _checkpoint_numbers(r, of, buffer)
+    program = _program(numbers, of, warpgroups, saves, cut is not None, cut.chain if cut else 0)
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
 
 def _launches_with_flags(r: Request, within: bool) -> Launches:
     """Those of a call whose records are made while others are walked: by blocks of their own
     (:func:`kdacore_cuda.choice.use_records_beside`), or ``within`` those that walk."""
-    slots, items, buffer = chunk_slots(r), r.N * r.HV, Buffer()
-    multiprocessors, walks = multiprocessors_of(r), BLOCKS_BESIDE * items
-    numbers = call_numbers(r, for_backward=False) | places(("records",), slots * r.HV, buffer)
+    slots, of, buffer, multiprocessors = (
+        chunk_slots(r),
+        variant_of(r, cut=False),
+        Buffer(),
+        multiprocessors_of(r),
+    )
+    walking = of.blocks() * r.N * r.HV
+    numbers = call_numbers(r, for_backward=False) | places(("records",), slots * r.HV, of.size, buffer)
     numbers["flags_at"] = buffer.add(slots * r.HV * RECORD_FLAGS_BYTES)
     if within:
         numbers |= {"tickets_at": buffer.add(8), "walk_blocks": multiprocessors}
     else:
-        beside = records_blocks_beside(slots * r.H, items, multiprocessors)
-        numbers |= {"record_blocks": beside, "walk_blocks": walks}
-    numbers |= _checkpoint_numbers(r, buffer)
-    return Launches(
-        _program_with_flags(numbers, variant_of(r), within), numbers, arch_of(r), {"workspace": buffer.bytes}
-    )
+        beside = records_blocks_beside(slots * r.H, walking, multiprocessors)
+        numbers |= {"record_blocks": beside, "walk_blocks": walking}
+    numbers |= _checkpoint_numbers(r, of, buffer)
+    program = _program_with_flags(numbers, of, within)
+    return Launches(program, numbers, arch_of(r), {"workspace": buffer.bytes})
 
 
-def _checkpoint_numbers(r: Request, buffer: Buffer) -> dict[str, int]:
+def _checkpoint_numbers(r: Request, of: Variant, buffer: Buffer) -> dict[str, int]:
     """Those of checkpoints at chosen tokens. Adds the states at the starts of their chunks to a buffer."""
     if not r.checkpoint_count:
         return {}
     matrices = r.checkpoint_count * r.HV
     return {
-        "mark_states_at": buffer.add(matrices * START_BYTES),
-        "checkpoint_blocks": CHECKPOINT_BLOCKS * matrices,
+        "mark_states_at": buffer.add(matrices * 4 * of.size**2),
+        "checkpoint_blocks": of.blocks() * matrices,
     }
 
 

@@ -7,14 +7,16 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 
 RECORD_BYTES = 2 * 64 * 64 * 2 + 1024 + 4 * 64 * 4
 """``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
-UNIT_BYTES = {
-    "records": RECORD_BYTES,
-    "u": 2 * 64 * 128,
-    "states": 2 * 128 * 128,
-    "state_grads": 2 * 128 * 128,
-}
-"""Bytes of each array, for one chunk and value head. csrc/sm90/gated_delta/backward_workspace.cuh says what they
-hold."""
+UNIT_ARRAYS = ("records", "u", "states", "state_grads")
+"""csrc/sm90/gated_delta/backward_workspace.cuh says what they hold."""
+
+
+def unit_bytes(size: int = 128) -> dict[str, int]:
+    """Bytes of each array, for one chunk and value head of ``size`` channels and values."""
+    state = 2 * size * size
+    return {"records": RECORD_BYTES, "u": 2 * 64 * size, "states": state, "state_grads": state}
+
+
 RECORD_FLAGS_BYTES = 8 * 2
 """Of the flags of one record, one for each block that walks it: ``UnitFlags`` of
 csrc/sm90/chunk_forward/dataflow/flags.cuh."""
@@ -23,7 +25,8 @@ SAVED = ("records", "u", "states")
 gradients have the same bits."""
 
 
-def places(names: tuple[str, ...], units: int, buffer: Buffer) -> dict[str, int]:
-    """Adds arrays to a buffer, for ``units`` chunk slots times value heads. Their offsets in bytes, by the names of
-    those numbers."""
-    return {f"{name}_at": buffer.add(units * UNIT_BYTES[name]) for name in names}
+def places(names: tuple[str, ...], units: int, size: int, buffer: Buffer) -> dict[str, int]:
+    """Adds arrays to a buffer, for ``units`` chunk slots times value heads of ``size`` channels and values. Their
+    offsets in bytes, by the names of those numbers."""
+    each = unit_bytes(size)
+    return {f"{name}_at": buffer.add(units * each[name]) for name in names}

@@ -29,8 +29,13 @@
 #include "common/swizzle.cuh"
 #include "generated/chunk_backward_params.cuh"
 
-constexpr int K = 128;
-constexpr int V = 128;
+// Macro from the host: SIZE, 64 for kernels of the gated delta rule whose heads have no more channels and values; none:
+// 128.
+#ifndef SIZE
+#define SIZE 128
+#endif
+constexpr int K = SIZE;
+constexpr int V = SIZE;
 constexpr int C = 64;
 constexpr int HALF = 32;  // tokens under one exponent anchor
 
@@ -40,11 +45,11 @@ constexpr u32 IMAGE_ROW = 128;  // `swizzled`
 struct SquareImage {  // 64 x 64
   u16 x[C][64];
 };
-struct TileImage {  // 64 tokens by 128 channels, or 128 values by 64 tokens
-  SquareImage half[2];
+struct TileImage {  // 64 tokens by K channels, or V values by 64 tokens
+  SquareImage half[K / 64];
 };
-struct StateImage {  // 128 values by 128 channels
-  u16 half[2][V][64];
+struct StateImage {  // V values by K channels
+  u16 half[K / 64][V][64];
 };
 struct ChunkDecays {
   float chunk[K], first_half[K], second_half[K];

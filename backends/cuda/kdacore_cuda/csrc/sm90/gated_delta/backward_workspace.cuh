@@ -1,8 +1,8 @@
 // What the launches of the gated delta rule leave for one another, for each chunk and value head, beside the records:
 //
-//   u            [64 tokens, 128 values]     TileImage: record.cuh's u, zeros past the end
-//   states       [128 values, 128 channels]  StateImage: the state at the chunk's start
-//   state_grads  [128 values, 128 channels]  StateImage: the gradient of the state at its end, times GRADIENT_SCALE
+//   u            [64 tokens, V values]    TileImage: record.cuh's u, zeros past the end
+//   states       [V values, K channels]   StateImage: the state at the chunk's start
+//   state_grads  [V values, K channels]   StateImage: the gradient of the state at its end, times GRADIENT_SCALE
 //
 // dv is read where the caller will find it. In the reverse direction, with R the gradient of S (V by K) and the
 // factors of record.cuh, to_end including r beta:

@@ -18,7 +18,7 @@ __device__ __forceinline__ void store_beta_gradients(const GatedDeltaBackwardPar
                                                      int hv, u32 stage, u32 scalars, const Lane& l) {
   Diagonal d = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
+  for (int half = 0; half < V / 64; ++half)
     add_rows_product(d, stage + OFFSET(HeadStage, u) + half * SQUARE_BYTES,
                      stage + OFFSET(HeadStage, own[KEYS]) + half * SQUARE_BYTES, l.block, l.lane);
 #pragma unroll

@@ -75,11 +75,12 @@ __device__ __forceinline__ void store_gate_gradient(const GatedDeltaBackwardPara
 
 // Half of the product of two images of states.
 __device__ __forceinline__ float multiply_states(u32 left, u32 right, int part, const Lane& l) {
+  constexpr int HALVES = K / 64, BLOCKS = V / 16 / GATE_WARPS;
   Diagonal d = {};
 #pragma unroll 2
-  for (int n = 0; n < 8; ++n) {
-    const u32 half = (n & 1) * (STATE_BYTES / 2);
-    add_rows_product(d, left + half, right + half, 4 * part + (n >> 1), l.lane);
+  for (int n = 0; n < HALVES * BLOCKS; ++n) {
+    const u32 half = (n & (HALVES - 1)) * (V * IMAGE_ROW);
+    add_rows_product(d, left + half, right + half, BLOCKS * part + (int)((u32)n / HALVES), l.lane);
   }
   return add_over_warp(has_row(l) ? row_sum(d, 0, l) + row_sum(d, 1, l) : 0.0f);
 }

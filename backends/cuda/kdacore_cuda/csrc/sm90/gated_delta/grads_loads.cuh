@@ -5,16 +5,16 @@
 #include "common/clear_rows.cuh"
 #include "sm90/gated_delta/grads_shared_memory.cuh"
 
-// 64 rows of `size` bfloat16; zeros from row `rows` on, and up to 128. A thread has the same piece of every eighth row, and the swizzle
+// 64 rows of `size` numbers; zeros from row `rows` on, and up to K (or V, which is as many). A thread has the same piece of every eighth row, and the swizzle
 // repeats after eight rows: offsets are constants.
 __device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_bytes, int rows, int size,
                                            int thread) {
-  constexpr int AT_ONCE = 8;
-  const int piece = thread & 15, first = thread >> 4;
+  constexpr int AT_ONCE = 8, PIECES = K / PIECE;
+  const int piece = thread & (PIECES - 1), first = (u32)thread / PIECES;
   const u32 to = tile + (piece >> 3) * SQUARE_BYTES;
   if (!has_piece(PIECE * piece, size)) rows = 0;
 #pragma unroll
-  for (int part = 0; part < AT_ONCE; part += 2 * LOAD_WARPS) {
+  for (int part = 0; part < AT_ONCE; part += 32 * LOAD_WARPS / PIECES) {
     const int row = first + part;
     const u32 at = to + swizzled(row, piece & 7);
     u64 from = base + row * row_bytes + 16 * piece;

@@ -6,7 +6,7 @@
 
 using PairSums = float[2 * C_TILES][4];
 
-// Products of 64 rows with 64, the sum along 128 columns: left and right operand are tiles.
+// Products of 64 rows with 64, the sum along K columns: left and right operand are tiles.
 __device__ __forceinline__ void multiply_rows(PairSums& x, u32 left, u32 right) {
   const u64 a = operand_descriptor(left, 16, 1024), b = operand_descriptor(right, 16, 1024);
   fence_registers(x);

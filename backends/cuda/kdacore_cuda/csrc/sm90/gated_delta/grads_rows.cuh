@@ -5,7 +5,7 @@
 #include "sm90/gated_delta/grads_shared_memory.cuh"
 #include "sm90/gated_delta/tile_places.cuh"
 
-using RowSums = float[2 * K_TILES][4];  // 16 tokens a warp by 128 channels
+using RowSums = float[2 * K_TILES][4];  // 16 tokens a warp by K channels
 
 template <int TILES>
 __device__ __forceinline__ void clear(float (&x)[TILES][4]) {
@@ -26,9 +26,9 @@ __device__ __forceinline__ void scale(float (&x)[TILES][4], float by) {
   }
 }
 
-// x = tile m: 64 tokens with 128 values by an image of 128 values by 128 channels.
+// x = tile m: 64 tokens with V values by an image of V values by K channels.
 __device__ __forceinline__ void multiply_state(RowSums& x, u32 tile, u32 image) {
-  const u64 a = operand_descriptor(tile, 16, 1024), b = operand_descriptor(image, STATE_BYTES / 2, 1024);
+  const u64 a = operand_descriptor(tile, 16, 1024), b = operand_descriptor(image, V * IMAGE_ROW, 1024);
   fence_registers(x);
   warpgroup_fence();
 #pragma unroll
@@ -124,11 +124,12 @@ __device__ __forceinline__ void store_rows(const RowSums& d, u32 image, u64 to, 
     store_matrix4(tiles_by_column(image + (kk >> 2) * SQUARE_BYTES, l.block, kk & 3, l.lane), r);
   }
   sync_warp();
-  const int piece = l.lane & 15;
+  constexpr int PIECES = K / PIECE, AT_ONCE = 32 / PIECES;
+  const int piece = l.lane & (PIECES - 1), first = (u32)l.lane / PIECES;
   if (!has_piece(PIECE * piece, size)) rows = 0;
 #pragma unroll
-  for (int n = 0; n < 16; n += 2) {
-    const int row = 16 * l.block + n + (l.lane >> 4);
+  for (int n = 0; n < 16; n += AT_ONCE) {
+    const int row = 16 * l.block + n + first;
     const uint4 x = load_shared_u4(image + (piece >> 3) * SQUARE_BYTES + swizzled(row, piece & 7));
     store_global_if(row < rows, reinterpret_cast<void*>(to + row * row_bytes + 16 * piece), x);
   }

@@ -1,9 +1,9 @@
-// Heads of fewer than 128 channels (K) or values (V), multiples of 16. Kernels compute with 128 of each: in shared memory
-// and in the workspace the others are zeros, which change no result. The caller's arrays are read and written where
-// heads have elements.
+// Heads of fewer channels and values than the K and V that kernels compute with (chunk_backward/workspace.cuh: 128 of
+// each, or 64), multiples of 16. In shared memory and in the workspace the others are zeros, which change no result. The
+// caller's arrays are read and written where heads have elements.
 //
-// Macro from the host: NARROW, 1: heads have p.K channels and p.V values; 0, or none: 128 of each, and no instruction
-// that asks.
+// Macro from the host: NARROW, 1: heads have p.K channels and p.V values; 0, or none: K and V, and no instruction that
+// asks.
 #pragma once
 
 #include "generated/gated_delta_params.cuh"

@@ -67,14 +67,15 @@ __device__ __forceinline__ u64 query_tile(const GatedDeltaParams& p, const KeyUn
   return p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh);
 }
 
-// 64 rows of `channels` bfloat16; zeros past the end, and up to 128.
+// 64 rows of `channels` numbers; zeros past the end, and up to K.
 __device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows, int thread,
                                            int channels = K) {
-  const int piece = thread & 15;
+  constexpr int PIECES = K / PIECE, AT_ONCE = UNIT_THREADS / PIECES;
+  const int piece = thread & (PIECES - 1), first = (u32)thread / PIECES;
   if (!has_piece(PIECE * piece, channels)) rows = 0;
 #pragma unroll
-  for (int n = 0; n < 1024 / UNIT_THREADS; ++n) {
-    const int row = (thread >> 4) + UNIT_THREADS / 16 * n;
+  for (int n = 0; n < C / AT_ONCE; ++n) {
+    const int row = first + AT_ONCE * n;
     const u64 from = base + (row < rows ? row : 0) * row_bytes + 16 * piece;
     copy_async16(to + (piece >> 3) * SQUARE_BYTES + swizzled(row, piece & 7),
                  reinterpret_cast<const void*>(from), row < rows);

@@ -5,11 +5,12 @@
 #include "sm90/gated_delta/record.cuh"
 #include "sm90/warp.cuh"
 
-// Macro from the host: WARPGROUPS. A block has a whole state (2), or two blocks have half of the value rows each (1).
-static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "64 value rows a warpgroup");
+// Macro from the host: WARPGROUPS. A block has a whole state (2; 1 if it has 64 values), or two blocks have half of the
+// value rows each (1).
+static_assert(WARPGROUPS == 1 || WARPGROUPS == V / 64, "64 value rows a warpgroup");
 // Four warps a warpgroup carry 64 value rows of the state; four more load, each a quarter of a chunk's rows.
 constexpr int STATE_WARPS = 4 * WARPGROUPS, LOAD_WARPS = 4, THREADS = 32 * (STATE_WARPS + LOAD_WARPS);
-constexpr int PARTS = 2 / WARPGROUPS, BLOCK_VALUES = 64 * WARPGROUPS;
+constexpr int PARTS = V / 64 / WARPGROUPS, BLOCK_VALUES = 64 * WARPGROUPS;
 // Moved between warpgroups if two have the state.
 constexpr int START_REGISTERS = 168, STATE_REGISTERS = 232, LOAD_REGISTERS = 40;
 static_assert(2 * STATE_REGISTERS + LOAD_REGISTERS <= 3 * START_REGISTERS,

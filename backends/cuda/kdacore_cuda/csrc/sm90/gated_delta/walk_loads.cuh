@@ -39,14 +39,14 @@ __device__ __forceinline__ RowSource<PIECES> row_source(u64 base, long long offs
           2 * row * Source::ROWS_AT_ONCE, has_piece(PIECE * Source::piece(thread), size)};
 }
 // Of q and k; and of the block's values in v, or in arrays [B, T, HV, V].
-__device__ __forceinline__ RowSource<16> query_source(const GatedDeltaParams& p, const Item& x, int h,
+__device__ __forceinline__ RowSource<K / 8> query_source(const GatedDeltaParams& p, const Item& x, int h,
                                                       int thread) {
-  return row_source<16>(p.q, x.s.batch * p.q_sb + x.s.first * p.q_st + h * p.q_sh, p.q_st,
+  return row_source<K / 8>(p.q, x.s.batch * p.q_sb + x.s.first * p.q_st + h * p.q_sh, p.q_st,
                         channels_of(p), thread);
 }
-__device__ __forceinline__ RowSource<16> key_source(const GatedDeltaParams& p, const Item& x, int h,
+__device__ __forceinline__ RowSource<K / 8> key_source(const GatedDeltaParams& p, const Item& x, int h,
                                                     int thread) {
-  return row_source<16>(p.k, x.s.batch * p.k_sb + x.s.first * p.k_st + h * p.k_sh, p.k_st,
+  return row_source<K / 8>(p.k, x.s.batch * p.k_sb + x.s.first * p.k_st + h * p.k_sh, p.k_st,
                         channels_of(p), thread);
 }
 using ValueSource = RowSource<BLOCK_VALUES / 8>;

@@ -18,7 +18,7 @@
 #include "sm90/gated_delta/walk_forward.cuh"
 #include "sm90/ticket_counter.cuh"
 
-static_assert(WARPGROUPS == 1, "half a state");
+static_assert(WARPGROUPS == 1, "64 value rows of a state");
 constexpr int BLOCK_THREADS = THREADS + UNIT_THREADS, RING_STAGES = 2;
 // Of a thread: to begin with, and of each role.
 constexpr int ALL_START = 65536 / BLOCK_THREADS, WALKING = 232, LOADING = 56, MAKING = 112;
@@ -63,7 +63,8 @@ __device__ __forceinline__ void share_unit(const GatedDeltaBesideParams& p, u32 
     store_shared(at + 16, (u32)batch, (u32)(batch >> 32), (u32)first, (u32)(first >> 32));
   }
   if (x.past) return;
-  const int half = lane >> 4 & 1;  // of a row's 128 channels
+  const int half = lane >> 4;  // of a row's channels: 128 bytes
+  if (64 * half >= channels_of(p)) return;
 #pragma unroll 1
   for (int row = lane & 15; row < u.rows; row += 16) {
     prefetch_l2(reinterpret_cast<const void*>(key_tile(p, u) + 2 * row * p.k_st + 128 * half));

@@ -7,9 +7,9 @@
 // running or done and wait for nobody, so there is no deadlock. It ends after chunk_records_beside, so a later launch
 // that waits for this one has waited for both.
 //
-// Grid: two blocks a sequence and value head. Warps: walk_block.cuh.
+// Grid: two blocks a sequence and value head; one if a state has 64 values. Warps: walk_block.cuh.
 //
-// Macros from the host: WARPGROUPS, 1: a record has a flag for each of two blocks.
+// Macros from the host: WARPGROUPS, 1: a record has flags for two blocks.
 #include "sm90/gated_delta/flagged_records.cuh"
 #include "sm90/gated_delta/walk_forward.cuh"
 

@@ -6,8 +6,8 @@
 
 // What a warp stores of a chunk goes through memory of its own.
 union WarpStaging {
-  u16 state[2][16][64];  // rows as they lie in the image
-  u16 tokens[C][16];     // PackedRows
+  u16 state[K / 64][16][64];  // rows as they lie in the image
+  u16 tokens[C][16];          // PackedRows
 };
 constexpr u32 HALF_ROWS_BYTES = 16 * IMAGE_ROW;
 
@@ -26,8 +26,11 @@ __device__ __forceinline__ void store_state_rows(const Operand& s, u32 staging, 
   sync_warp();
   if (l.lane == 0) {
     to += l.row * IMAGE_ROW;
-    copy_out(reinterpret_cast<void*>(to), staging, HALF_ROWS_BYTES);
-    copy_out(reinterpret_cast<void*>(to + V * IMAGE_ROW), staging + HALF_ROWS_BYTES, HALF_ROWS_BYTES);
+#pragma unroll
+    for (int i = 0; i < K / 64; ++i) {
+      copy_out(reinterpret_cast<void*>(to + i * V * IMAGE_ROW), staging + i * HALF_ROWS_BYTES,
+               HALF_ROWS_BYTES);
+    }
     copy_out_commit();
   }
 }

@@ -12,9 +12,9 @@ struct UnitFlags {
 };
 constexpr u32 UNIT_FLAGS_BYTES = sizeof(UnitFlags);
 
-// Raises a unit's flags, after all writes that this warp's lanes know of. All lanes.
-__device__ __forceinline__ void raise_flags(u64 flags, u64 launch) {
+// Raises a unit's flags, of as many as have a reader, after all writes that this warp's lanes know of. All lanes.
+__device__ __forceinline__ void raise_flags(u64 flags, u64 launch, int count = 2) {
   sync_warp();
   const int lane = thread_index() & 31;
-  if (lane < 2) set_flag(flags + 8 * lane, launch);
+  if (lane < count) set_flag(flags + 8 * lane, launch);
 }

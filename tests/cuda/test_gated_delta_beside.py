@@ -29,6 +29,7 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE, gather_headers
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import kernels
 from kdacore_cuda.kernel_parameters import GATED_DELTA
+from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.program import Launch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -37,6 +38,13 @@ pytestmark = pytest.mark.usefixtures("poison")
 @pytest.fixture(params=["beside", "within"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(params=[5, 132], ids=["few multiprocessors", "many"])
+def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """With few, a block makes many units one after another."""
+    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: request.param)
+    return int(request.param)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, way: str, **options: Any) -> Outputs:

@@ -14,9 +14,10 @@ from cuda_calls import BOUNDED_MODEL, MODEL, Draw
 from emulated_backend import HOPPER
 from jax_emulation import Device, to_jax
 from program_launches import launches_of
+from slice_checks import CROSSING, state, use_segments
 from slice_ranks import Rank, Row
 from test_jax import check
-from test_slices import CROSSING, draw, pack, state
+from test_slices import draw, pack
 
 from kdacore.types import ChunkInputs, OutputGrads, SliceFunctions
 from kdacore_cuda.forms.slices import functions as slices
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
-    monkeypatch.setattr(launches, "slice_segment_chunks", lambda *args: 2)
+    use_segments(monkeypatch, 2)
 
 
 def middle_rank(inputs: ChunkInputs, ranks: int, options: dict[str, Any]) -> Rank:

@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, SliceForward
-from kdacore_cuda.forms.slices.launches import GIVEN, backward_launches, forward_launches
+from kdacore_cuda.forms.slices.halves import GIVEN
+from kdacore_cuda.forms.slices.launches import backward_launches, forward_launches
 from kdacore_cuda.jax import forward
 from kdacore_cuda.jax.backward import as_of_inputs, gradients_of, wanted_of
 from kdacore_cuda.jax.batching import Arrays, run_batched

@@ -11,7 +11,8 @@ import torch
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms.backward.launches import GRADIENTS
 from kdacore_cuda.forms.slices.forward import Pending
-from kdacore_cuda.forms.slices.launches import GIVEN, BackwardSliceLaunches, backward_launches
+from kdacore_cuda.forms.slices.halves import GIVEN, BackwardSliceLaunches
+from kdacore_cuda.forms.slices.launches import backward_launches
 from kdacore_cuda.forms.torch_gradients import narrowed
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache

@@ -11,7 +11,8 @@ import torch
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.launches import Launches, Layout
-from kdacore_cuda.forms.slices.launches import GIVEN, forward_launches
+from kdacore_cuda.forms.slices.halves import GIVEN
+from kdacore_cuda.forms.slices.launches import forward_launches
 from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache

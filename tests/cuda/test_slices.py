@@ -241,7 +241,7 @@ PACKAGED = [
 
 
 def test_the_kernels_for_slices_are_packaged() -> None:
-    assert len(PACKAGED) == 2 + 4 + 2 + 2 * len(ENTRIES)
+    assert len(PACKAGED) == 2 + 4 + 2 + 4 + 2 * len(ENTRIES)
 
 
 @pytest.mark.exhaustive

@@ -124,6 +124,7 @@ def make_backend() -> Backend:
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
+        slices=_lazy("forms.slices.functions", "slice_functions"),
     )
     recurrent = _op(
         forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),

@@ -11,6 +11,7 @@ from kdacore_cuda.kernel_parameters import (
     GATED_DELTA_BESIDE,
     GATED_DELTA_SEGMENTS,
     SUMS,
+    ParamStruct,
 )
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
@@ -62,29 +63,35 @@ def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
 
 
 @cache
-def first_segments_kernel() -> Kernel:
+def first_segments_kernel(of_slice: bool = False) -> Kernel:
     """The first segment of every sequence and value head, walked from its start, beside the maps of the others: two
-    blocks each."""
-    return make_kernel(f"{_SOURCES}/walk_first_segments", GATED_DELTA_SEGMENTS, WARPGROUPS=1)
+    blocks each. ``of_slice``: of a slice of a row, from an unknown state: maps alone."""
+    return _of_segments("walk_first_segments", GATED_DELTA_SEGMENTS, of_slice)
 
 
 @cache
-def later_segments_kernel() -> Kernel:
-    """All other segments, walked from their starts: two blocks each."""
-    return make_kernel(f"{_SOURCES}/walk_later_segments", GATED_DELTA_SEGMENTS, WARPGROUPS=1)
+def later_segments_kernel(of_slice: bool = False) -> Kernel:
+    """All other segments, walked from their starts: two blocks each. ``of_slice``: the first ones, too."""
+    return _of_segments("walk_later_segments", GATED_DELTA_SEGMENTS, of_slice)
 
 
 @cache
-def outer_segments_kernel() -> Kernel:
+def outer_segments_kernel(of_slice: bool = False) -> Kernel:
     """What a backward keeps of every sequence's first segment, the gradients of every last one, and the maps of those
-    between, of states and of gradients: two blocks each."""
-    return make_kernel(f"{_SOURCES}/walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, WARPGROUPS=1)
+    between, of states and of gradients: two blocks each. ``of_slice``: of a slice of a row, from an unknown gradient:
+    no last ones, and maps of the outermost segments, too."""
+    return _of_segments("walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, of_slice)
 
 
 @cache
-def inner_segments_kernel() -> Kernel:
-    """What a backward keeps of all other segments, and the gradients of all but the last: two blocks each."""
-    return make_kernel(f"{_SOURCES}/walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, WARPGROUPS=1)
+def inner_segments_kernel(of_slice: bool = False) -> Kernel:
+    """What a backward keeps of all other segments, and the gradients of all but the last: two blocks each.
+    ``of_slice``: of the last ones, too."""
+    return _of_segments("walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, of_slice)
+
+
+def _of_segments(name: str, params: ParamStruct, of_slice: bool) -> Kernel:
+    return make_kernel(f"{_SOURCES}/{name}", params, WARPGROUPS=1, OF_SLICE=of_slice or None)
 
 
 @cache

@@ -37,8 +37,9 @@ class BackwardSliceLaunches(NamedTuple):
 
     begin: Launches
     """With ``d_final`` and ``d_slice_start``."""
-    scan: Launches
-    """With ``ends`` and ``d_starts``. What ``gradients`` needs of all buffers is then in ``both``."""
+    scan: Launches | None
+    """With ``ends`` and ``d_starts``. What ``gradients`` needs of all buffers is then in ``both``. None where
+    ``gradients`` has these launches, too."""
     gradients: Launches
     """Those that write gradients."""
     results: int

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import MODEL, Draw, request_of
+from cuda_calls import MODEL, Draw, error, request_of
+from emulated_backend import HOPPER
 from gated_delta_calls import NAN, OP, TOKENS, draw, in_each_order, names_of
 from pool_checks import same_bits
 from slice_checks import (
@@ -25,10 +26,13 @@ from slice_checks import (
 )
 from slice_ranks import Row
 
-from kdacore.types import ChunkInputs, OutputGrads
+from kdacore.types import ChunkInputs, OutputGrads, Request
 from kdacore_cuda.build.kernel_source import EVERY_LANE
-from kdacore_cuda.forms.slices import backward, forward, functions
+from kdacore_cuda.forms.gated_delta import forward as gated_delta
+from kdacore_cuda.forms.segments.segment_lengths import slice_segment_chunks
+from kdacore_cuda.forms.slices import backward, forward, functions, halves
 from kdacore_cuda.runtime import device_figures
+from kdacore_reference.oracle import oracle_forward
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -51,6 +55,10 @@ def pack(
     """Sequences of these lengths and padding up to T."""
     cu = offsets(lengths, index)
     return draw(T, H, HV, cu_seqlens=cu, initial_state=state(len(lengths), HV), **more)
+
+
+def on_hopper(request: Request) -> Request:
+    return dataclasses.replace(request, device=HOPPER)
 
 
 def log_inputs(T: int, gate: str) -> ChunkInputs:
@@ -118,6 +126,36 @@ def test_gates(emulated: list[str], gate: str) -> None:
         check_gradients(inputs, 4, kept=kept, **LOG)
 
 
+def test_strided_tokens(emulated: list[str]) -> None:
+    wide, short = Draw(8).normal(1, 260, 1, 4 * 128), draw(260, 1, 2)
+    v = torch.cat([wide[..., 128:256], wide[..., :128], wide[..., :128]], -2)
+    g = torch.cat([short.g, short.g], -1)[..., :2]
+    inputs = short._replace(q=wide[..., :128], k=wide[..., 256:384], v=v[..., :2, :], g=g)
+    check_forward(inputs, 2, **MODEL)
+    check_gradients(inputs, 2, **MODEL)
+
+
+@pytest.mark.exhaustive
+def test_the_lengths_that_slices_have(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of segments."""
+    monkeypatch.setattr(halves, "slice_segment_chunks", slice_segment_chunks)
+    inputs = draw(2 * 1090, HV=1, initial_state=state(1, 1))
+    check_forward(inputs, 2, **MODEL)
+    assert names_of(emulated) == BEGIN * 2 + FINISH * 2
+    check_gradients(inputs, 2, kept=True, **MODEL)
+
+
+@pytest.mark.exhaustive
+def test_a_long_row_that_forgets_little(emulated: list[str]) -> None:
+    """On 4 ranks, with 8 segments each: errors of maps and chains stay below those of the walks."""
+    inputs = log_inputs(4096, "slow")
+    request = request_of(OP, inputs, output_final_state=True, **LOG)
+    want, whole = oracle_forward(request, inputs), gated_delta.forward(on_hopper(request), inputs)
+    o, final = Row(inputs, 4, output_final_state=True, **LOG).outputs()
+    assert error(o, want.o) < 1.05 * error(whole.o, want.o)
+    assert error(final, want.final_state) < 1.05 * error(whole.final_state, want.final_state)
+
+
 def test_checkpoints(emulated: list[str]) -> None:
     """At the slice's start, inside segments and at their borders: the states of the whole call there."""
     inputs, every = draw(512, initial_state=state(1, 2)), 64
@@ -131,7 +169,7 @@ def test_checkpoints(emulated: list[str]) -> None:
                 **{n: getattr(rank.inputs, n)[:, : i * every].contiguous() for n in TOKENS}
             )
             request = request_of(OP, short._replace(initial_state=start), output_final_state=True, **MODEL)
-            request = dataclasses.replace(request, device=rank.request.device)
+            request = on_hopper(request)
             begun = forward.begin(request, short, None)
             ended = forward.finish(request, short, begun.pending, start).final_state
             assert ended is not None and torch.equal(outputs.checkpoints[0, i], ended[0])
@@ -179,12 +217,13 @@ def test_gradients_of_packs(emulated: list[str], lengths: list[int], ranks: int,
     assert names_of(emulated)[-4 * ranks :] == BACKWARD_FINISH * ranks
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_packs_of_grouped_heads(emulated: list[str]) -> None:
     check_gradients(pack([200, 150, 30], 384, 2, 4), 2, **MODEL)
 
 
 def test_gradients_without_those_of_final_states(emulated: list[str]) -> None:
-    inputs = draw(260, initial_state=state(1, 2))
+    inputs = draw(260, HV=1, initial_state=state(1, 1))
     for kept in (False, True):
         check_gradients(inputs, 2, final=False, kept=kept, state_v_first=True, **MODEL)
 
@@ -223,7 +262,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
         check_gradients(inputs, 2, kept=kept, **MODEL)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 def test_blocks_that_share_states_give_the_same_bits(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, kept: bool

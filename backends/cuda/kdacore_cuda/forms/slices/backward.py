@@ -108,6 +108,7 @@ def backward_finish(
         for name, argument in zip(GRADIENTS, GIVEN, strict=False)
     }
     left.run(made.gradients, like, **torch_launch.new_buffers(like, made.gradients.buffers), **found, **flows)
+    left.arrays.clear()
     of_tokens = dict(zip(InputGrads._fields, found.values(), strict=False))
     of_tokens["g"] = narrowed(of_tokens["g"], inputs.g.dtype)
     return InputGrads(**of_tokens, initial_state=flows["d_starts"])

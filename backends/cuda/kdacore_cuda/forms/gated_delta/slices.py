@@ -35,7 +35,7 @@ from kdacore_cuda.forms.gated_delta.launches import call_numbers
 from kdacore_cuda.forms.gated_delta.workspace import places
 from kdacore_cuda.forms.launches import Launches, made_once
 from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
-from kdacore_cuda.forms.segments.workspace import MAP_BYTES, START_BYTES, saved_places
+from kdacore_cuda.forms.segments.workspace import START_BYTES
 from kdacore_cuda.forms.slices.halves import (
     BEGIN_ARRAYS,
     GIVEN,
@@ -43,6 +43,7 @@ from kdacore_cuda.forms.slices.halves import (
     BackwardSliceLaunches,
     ForwardSliceLaunches,
     SliceSegments,
+    saved_places,
     starts_step,
     transition_step,
 )
@@ -65,13 +66,14 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     segments = cut.slots * r.HV
     numbers = call_numbers(r, for_backward=False) | cut.numbers(r)
     numbers |= places(("records",), chunk_slots(r) * r.HV, workspace)
-    numbers |= {f"{name}_at": at for name, at in saved_places(segments).items()} | {
+    saved, saved_bytes = saved_places(segments)
+    numbers |= saved | {
         "addends_at": workspace.add(segments * START_BYTES),
         "walk_blocks": 2 * segments,
     }
     blocks, start_blocks = cut.forward_kernels
     begin, finish = _begin_program(numbers, blocks), _finish_program(numbers, start_blocks)
-    buffers = {"workspace": workspace.bytes, "saved": segments * (MAP_BYTES + START_BYTES)}
+    buffers = {"workspace": workspace.bytes, "saved": saved_bytes}
     arch = arch_of(r)
     return ForwardSliceLaunches(
         Launches(begin, numbers, arch, buffers), Launches(finish, numbers, arch), cut.results
@@ -116,7 +118,7 @@ def backward_launches(r: Request, wanted: InputGrads, saved: bool = False) -> Ba
     numbers = call_numbers(r, for_backward=True) | cut.lengths()
     numbers |= places(_BEFORE_EXCHANGE, units, both) | places(("state_grads",), units, workspace)
     if saved:
-        numbers |= {f"{name}_at": at for name, at in saved_places(segments).items()}
+        numbers |= saved_places(segments)[0]
         numbers["flags"] |= FLAGS["KEPT_MAPS"]
     for name, size in workspace_bytes(segments).items():
         if not (saved and name != "ends"):

@@ -9,6 +9,7 @@ from kdacore.types import Request
 from kdacore_cuda.forms.chunk_numbers import CHUNK
 from kdacore_cuda.forms.launches import TOKENS, Launches
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks, slice_segment_chunks
+from kdacore_cuda.forms.segments.workspace import MAP_BYTES, START_BYTES
 from kdacore_cuda.forms.slices.kernels import starts_kernel, transition_kernel
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Value
@@ -88,6 +89,11 @@ class SliceSegments(NamedTuple):
         """What decides which kernels compose maps: blocks a state in ``begin``, and in ``finish``, 0 where there is one
         segment."""
         return self.blocks, self.start_blocks if self.segments > 1 else 0
+
+
+def saved_places(segments: int) -> tuple[dict[str, int], int]:
+    """Where ``saved`` has the maps and starting states of so many segments times value heads, and its bytes."""
+    return {"maps_at": 0, "starts_at": segments * MAP_BYTES}, segments * (MAP_BYTES + START_BYTES)
 
 
 SEGMENT_FIELDS: dict[str, Value] = {

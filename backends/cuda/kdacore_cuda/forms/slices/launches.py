@@ -36,7 +36,7 @@ from kdacore_cuda.forms.segments.kernels import (
     segments_prepare_kernel,
 )
 from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
-from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, START_BYTES
 from kdacore_cuda.forms.slices.halves import (
     BEGIN_ARRAYS,
     GIVEN,
@@ -44,6 +44,7 @@ from kdacore_cuda.forms.slices.halves import (
     BackwardSliceLaunches,
     ForwardSliceLaunches,
     SliceSegments,
+    saved_places,
     starts_step,
     transition_step,
 )
@@ -68,11 +69,12 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     segments = cut.slots * r.HV
     as_whole = finishes_as_whole(r.N * r.HV, r.packed, multiprocessors)
     outputs = output_blocks(segments, multiprocessors)
-    numbers |= cut.numbers(r) | {
+    saved, saved_bytes = saved_places(segments)
+    numbers |= {
+        **cut.numbers(r),
+        **saved,
         "no_null_index": -1,
         "addends_at": units * CHUNK_OPERANDS_BYTES,
-        "maps_at": 0,
-        "starts_at": segments * MAP_BYTES,
         "prepare_blocks": units,
         "map_blocks": 2 * segments,
         "output_blocks": outputs * segments,
@@ -83,7 +85,7 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
     finish = _finish_program(start_blocks, outputs, names)
     buffers = {
         "workspace": units * CHUNK_OPERANDS_BYTES + segments * START_BYTES,
-        "saved": segments * (MAP_BYTES + START_BYTES),
+        "saved": saved_bytes,
     }
     return ForwardSliceLaunches(
         Launches(begin, numbers, arch, buffers),
@@ -152,12 +154,11 @@ def backward_launches(
     for name, size in workspace_bytes(walks).items():
         if not (saved and name != "ends"):
             offsets[name] = (borders if name in ("starts", "ends") else operands).add(size)
-    if saved:
-        offsets |= {"maps": 0, "starts": walks * MAP_BYTES}
     lengths = cut.lengths()
     numbers |= (
         lengths
         | {f"{name}_at": at for name, at in offsets.items()}
+        | (saved_places(walks)[0] if saved else {})
         | {
             # What the gradients kernel reads lies where the second group of a whole call expects it.
             **{f"{name}_at": whole.first.numbers[f"{name}_at"] for name in _IN_BOTH},

@@ -24,6 +24,7 @@ from kdacore.selfcheck.check import relative_error
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels
 from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
@@ -78,10 +79,7 @@ def steps_of(plain: Request, kept: Request, inputs: ChunkInputs, grads: OutputGr
     arrays = given._asdict() | {"o": torch.empty_like(like), "d_o": grads.o}
     alone: dict[str, Step] = {}
     for n in (1, 2):
-        with (
-            mock.patch.object(forward_launches, "walk_warpgroups", lambda *given, n=n: n),
-            mock.patch.object(backward_launches, "walk_warpgroups", lambda *given, n=n: n),
-        ):
+        with mock.patch.object(kernels, "walk_warpgroups", lambda *given, n=n: n):
             forward = forward_launches.launches_of(kept)
             reverse = backward_launches.launches_of(kept, wanted, "operands").first
         if n == 1:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kdacore.ops import OPS, SEQUENCE_FEATURES, ArrayArgument, OpDef, Option
@@ -21,15 +22,35 @@ SOURCE = HERE.parent / "kdacore" / "api.py"
 STUB = SOURCE.with_suffix(".pyi")
 TEMPLATE, STUB_TEMPLATE = HERE / "api.py.in", HERE / "api.pyi.in"
 
-Argument = ArrayArgument | Option
+
+@dataclass(frozen=True)
+class Arrays:
+    """An argument that is a tuple of arrays."""
+
+    name: str
+    parts: tuple[ArrayArgument, ...]
+
+    @property
+    def feature(self) -> str | None:
+        return self.parts[0].feature
+
+    @property
+    def doc(self) -> str:
+        return self.parts[-1].doc
+
+    def annotation(self, kind: str) -> str:
+        return f"tuple[{', '.join([kind] * len(self.parts))}]"
+
+
+Argument = ArrayArgument | Arrays | Option
 
 WIDTH = 110
 ORDER = (
     "A_log", "dt_bias", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound", "state_v_first", "cu_seqlens",
     "cu_seqlens_cpu", "state_indices", "num_accepted_tokens", "has_initial_state", "inplace_state", "null_index",
-    "write_indices", "write_pool", "checkpoint_offsets", "checkpoint_indices", "read_only_state", "out",
-    "disable_recompute", "checkpoint_every", "cp",
+    "write_indices", "write_pool", "checkpoint_offsets", "checkpoint_indices", "read_only_state", "records",
+    "record_indices", "num_replayed", "out", "disable_recompute", "checkpoint_every", "cp",
 )  # fmt: skip
 """Keywords in the order of the signatures. Those that are not named here follow, as the definitions have them."""
 ANNOTATIONS = {"flag": "bool", "number": "float | None", "count": "int | None", "ranks": "Any"}
@@ -38,9 +59,10 @@ CONSTANTS = {
     "chunk_gated_delta_rule": "_CHUNK_GDN",
     "fused_recurrent_kda": "_RECURRENT_KDA",
     "fused_recurrent_gated_delta_rule": "_RECURRENT_GDN",
+    "commit_records": "_COMMIT",
     "kda_gate": "_GATE",
 }
-CALLS = {"chunk": "_chunk", "recurrent": "_recurrent", "gate": "dispatch.call"}
+CALLS = {"chunk": "_chunk", "recurrent": "_recurrent", "commit": "_commit", "gate": "dispatch.call"}
 KINDS = ("Tensor", "NDArray[Any]", "jax.Array")
 
 
@@ -67,17 +89,28 @@ def stub() -> str:
     for name in CONSTANTS:
         op = OPS[name]
         for kind in KINDS:
-            if op.family == "gate":
+            if op.family in ("gate", "commit"):
                 overloads.append(_overload(op, kind, kind, {}))
                 continue
             results = f"{kind}, {kind} | None"
-            if "checkpoint_every" not in op.options:
+            more = _more_results(op, kind)
+            if more is None:
                 overloads.append(_overload(op, kind, f"tuple[{results}]", {}))
                 continue
-            without, given = {"checkpoint_every": "None = ..."}, {"checkpoint_every": "int"}
-            overloads.append(_overload(op, kind, f"tuple[{results}]", without))
-            overloads.append(_overload(op, kind, f"tuple[{results}, {kind}]", given))
+            argument, given, result = more
+            overloads.append(_overload(op, kind, f"tuple[{results}]", {argument: "None = ..."}))
+            overloads.append(_overload(op, kind, f"tuple[{results}, {result}]", {argument: given}))
     return STUB_TEMPLATE.read_text(encoding="utf-8").replace("<overloads>\n", "".join(overloads))
+
+
+def _more_results(op: OpDef, kind: str) -> tuple[str, str, str] | None:
+    """An argument with which a call has one more result, its type then, and the type of the result."""
+    if "checkpoint_every" in op.options:
+        return "checkpoint_every", "int", kind
+    if "records" in op.tuples and "jax" in kind:
+        records = f"tuple[{kind}, {kind}, {kind}]"
+        return "records", records, records
+    return None
 
 
 def _function(text: str, name: str) -> tuple[str, str, str]:
@@ -92,14 +125,25 @@ def _function(text: str, name: str) -> tuple[str, str, str]:
 
 def _keywords(op: OpDef) -> list[Argument]:
     """The arguments that have a default, in the order of the signature."""
-    arguments: list[Argument] = [a for a in op.array_arguments if not a.required]
-    arguments += op.option_arguments
+    arguments = [*_joined(op, [a for a in op.array_arguments if not a.required]), *op.option_arguments]
     place = {name: i for i, name in enumerate(ORDER)}
     return sorted(arguments, key=lambda a: place.get(a.name, len(ORDER)))
 
 
 def _required(op: OpDef) -> list[Argument]:
-    return [a for a in op.array_arguments if a.required]
+    return _joined(op, [a for a in op.array_arguments if a.required])
+
+
+def _joined(op: OpDef, arrays: Iterable[ArrayArgument]) -> list[Argument]:
+    """Array arguments of the public function: the parts of a tuple are one."""
+    found: list[Argument] = []
+    for a in arrays:
+        if not a.part_of:
+            found.append(a)
+        elif a.name == op.tuples[a.part_of][0]:
+            parts = tuple([x for x in op.array_arguments if x.part_of == a.part_of])
+            found.append(Arrays(a.part_of, parts))
+    return found
 
 
 def _by_name(op: OpDef) -> dict[str, Argument]:
@@ -107,26 +151,32 @@ def _by_name(op: OpDef) -> dict[str, Argument]:
 
 
 def _signature(op: OpDef) -> str:
-    lines = [f"{a.name}: Array," for a in _required(op)]
+    lines = [f"{a.name}: {_annotation(a, 'Array')}," for a in _required(op)]
     lines.append("*,")
     for a in _keywords(op):
         if isinstance(a, Option):
             lines.append(f"{a.name}: {ANNOTATIONS[a.kind]} = {a.default!r},")
         else:
-            lines.append(f"{a.name}: Array | None = None,")
+            lines.append(f"{a.name}: {_annotation(a, 'Array')} | None = None,")
     lines += ["backend: str | None = None,", "**unknown: object,"]
     return "\n" + "".join(f"    {line}\n" for line in lines)
 
 
+def _annotation(argument: Argument, kind: str) -> str:
+    """The type of an array argument, of arrays of a kind."""
+    return argument.annotation(kind) if isinstance(argument, Arrays) else kind
+
+
 def _overload(op: OpDef, kind: str, result: str, changed: dict[str, str]) -> str:
     lines = ["@overload", f"def {op.name}("]
-    lines += [f"    {a.name}: {kind}," for a in _required(op)] + ["    *,"]
+    lines += [f"    {a.name}: {_annotation(a, kind)}," for a in _required(op)] + ["    *,"]
     for a in _keywords(op):
         if isinstance(a, Option):
             given = f"{ANNOTATIONS[a.kind]} = ..."
         else:  # what lives on the host may be NumPy's beside arrays of any library
-            host = " | NDArray[Any]" if a.host and "NDArray" not in kind else ""
-            given = f"{kind}{host} | None = ..."
+            on_host = isinstance(a, ArrayArgument) and a.host
+            host = " | NDArray[Any]" if on_host and "NDArray" not in kind else ""
+            given = f"{_annotation(a, kind)}{host} | None = ..."
         lines.append(f"    {a.name}: {changed.get(a.name, given)},")
     return "\n".join([*lines, "    backend: str | None = ...,", f") -> {result}: ...", ""])
 
@@ -181,7 +231,15 @@ def _body(op: OpDef) -> str:
     if len(call) > WIDTH:
         parts = [constant, _tuple(op.arrays, True), _tuple(op.options, True), *f"backend{more}".split(", ")]
         call = f"    return {called}(\n" + "".join(f"        {part},\n" for part in parts) + "    )\n"
-    return f'    if unknown:\n        raise _unknown_keywords("{op.name}", unknown)\n{call}'
+    unpacked = "".join([_unpacked(op, name, parts) for name, parts in op.tuples.items()])
+    return f'    if unknown:\n        raise _unknown_keywords("{op.name}", unknown)\n{unpacked}{call}'
+
+
+def _unpacked(op: OpDef, name: str, parts: tuple[str, ...]) -> str:
+    """The lines that take an argument apart that is a tuple of arrays."""
+    given = f'"{op.name}", "{name}", {name}, {len(parts)}'
+    line = f"    {', '.join(parts)} = _arrays_of({given})\n"
+    return line if len(line) <= WIDTH + 1 else line.replace(f"({given})", f"(\n        {given}\n    )")
 
 
 def _tuple(names: tuple[str, ...], lines: bool = False) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kdacore.api import (
     chunk_gated_delta_rule,
     chunk_kda,
+    commit_records,
     explain,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
@@ -48,6 +49,7 @@ __all__ = [
     "batch_invariant",
     "chunk_gated_delta_rule",
     "chunk_kda",
+    "commit_records",
     "explain",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",

@@ -13,12 +13,14 @@ from typing import Any
 
 from kdacore.dispatch import call as dispatch
 from kdacore.ops import OPS
+from kdacore.ops.definition import arrays_of as _arrays_of
 from kdacore.types import Array, Selection
 
 _CHUNK_KDA = OPS["chunk_kda"]
 _CHUNK_GDN = OPS["chunk_gated_delta_rule"]
 _RECURRENT_KDA = OPS["fused_recurrent_kda"]
 _RECURRENT_GDN = OPS["fused_recurrent_gated_delta_rule"]
+_COMMIT = OPS["commit_records"]
 _GATE = OPS["kda_gate"]
 
 
@@ -329,6 +331,9 @@ def fused_recurrent_kda(
     write_indices: Array | None = None,
     write_pool: Array | None = None,
     read_only_state: bool = False,
+    records: tuple[Array, Array, Array] | None = None,
+    record_indices: Array | None = None,
+    num_replayed: Array | None = None,
     out: Array | None = None,
     backend: str | None = None,
     **unknown: object,
@@ -358,12 +363,22 @@ def fused_recurrent_kda(
         write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
             default.
         read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32, any strides;
+            messages name them ``record_update``, ``record_key`` and ``record_decay``. What each token of a
+            call does to the state is written here, ``n`` tokens at most, and the state stays as it was before
+            them. Needs ``state_indices [N]``, ``record_indices`` and ``inplace_state``.
+        record_indices: ``[N]`` int32 or int64: the row of the records of each sequence. Where it is negative,
+            or ``null_index``, the sequence has none: it decodes and writes its state as without records.
+        num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row, the first ones, precede
+            this call (candidates that were accepted); all 0 when None. They are applied to the state first,
+            which is rounded to the pool's dtype and written. 0 after a prefill, a plain decode or a
+            :func:`commit_records`.
         out: ``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool written in
             place may overlap itself or another argument.
 
     Returns:
         ``(o, final_state)``. ``final_state`` is None unless ``output_final_state``; with ``inplace_state`` it is
-        the pool that was written.
+        the pool that was written. With ``records`` of JAX arrays, which cannot be written, the new records follow.
 
     Gradients flow when no pool, in-place or ``out`` option is used.
 
@@ -385,6 +400,7 @@ def fused_recurrent_kda(
     """
     if unknown:
         raise _unknown_keywords("fused_recurrent_kda", unknown)
+    record_update, record_key, record_decay = _arrays_of("fused_recurrent_kda", "records", records, 3)
     return _recurrent(
         _RECURRENT_KDA,
         (
@@ -404,6 +420,11 @@ def fused_recurrent_kda(
             has_initial_state,
             write_indices,
             write_pool,
+            record_update,
+            record_key,
+            record_decay,
+            record_indices,
+            num_replayed,
         ),
         (
             scale,
@@ -452,6 +473,9 @@ def fused_recurrent_gated_delta_rule(
     write_indices: Array | None = None,
     write_pool: Array | None = None,
     read_only_state: bool = False,
+    records: tuple[Array, Array, Array] | None = None,
+    record_indices: Array | None = None,
+    num_replayed: Array | None = None,
     out: Array | None = None,
     backend: str | None = None,
     **unknown: object,
@@ -461,6 +485,8 @@ def fused_recurrent_gated_delta_rule(
     Args:
         g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
         dt_bias: ``[HV]``.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32, any strides: as the
+            records of :func:`fused_recurrent_kda`, with one decay a head.
 
     Everything else, the results and the errors are those of :func:`fused_recurrent_kda`.
 
@@ -477,6 +503,9 @@ def fused_recurrent_gated_delta_rule(
     """
     if unknown:
         raise _unknown_keywords("fused_recurrent_gated_delta_rule", unknown)
+    record_update, record_key, record_decay = _arrays_of(
+        "fused_recurrent_gated_delta_rule", "records", records, 3
+    )
     return _recurrent(
         _RECURRENT_GDN,
         (
@@ -496,6 +525,11 @@ def fused_recurrent_gated_delta_rule(
             has_initial_state,
             write_indices,
             write_pool,
+            record_update,
+            record_key,
+            record_decay,
+            record_indices,
+            num_replayed,
         ),
         (
             scale,
@@ -510,6 +544,85 @@ def fused_recurrent_gated_delta_rule(
             inplace_state,
             null_index,
             read_only_state,
+        ),
+        backend,
+    )
+
+
+def commit_records(
+    initial_state: Array,
+    state_indices: Array,
+    records: tuple[Array, Array, Array],
+    record_indices: Array,
+    num_replayed: Array,
+    *,
+    state_v_first: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    backend: str | None = None,
+    **unknown: object,
+) -> Any:
+    """Apply records of candidates to the states of a pool, without tokens.
+
+    The records are what calls of :func:`fused_recurrent_kda` and its relatives left with ``records=``. For a state
+    ``S[K, V]``, one record after the other:
+
+        S = decay[:, None] * S + outer(key, update)
+
+    To commit and then make a call with ``num_replayed`` 0 gives the bits of the one call with ``num_replayed``.
+
+    Args:
+        initial_state: the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``), rows of any
+            stride.
+        state_indices: ``[N]`` int32 or int64: the row of each state. A negative index, or ``null_index``, is
+            no slot: nothing is written for it.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, the last ``[R, n, HV]``
+            for one decay a head: as calls with ``records`` wrote them.
+        record_indices: ``[N]`` int32 or int64: the row of the records of each state. Nothing is written where
+            it is negative, or ``null_index``.
+        num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row are applied, from the first
+            on.
+        state_v_first: states are ``[N, HV, V, K]``.
+        null_index: a row number, besides the negative ones, that names no slot.
+        write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default; with 0
+            records too. Entries that name no slot write nothing.
+        backend: force one backend; see :func:`kdacore.explain` for what each can serve.
+
+    Returns:
+        The pool that was written, in the dtype it has; of JAX arrays, which cannot be written, a new one.
+
+    Raises:
+        ContractError, UnsupportedError, BackendBuildError: as :func:`chunk_kda`.
+
+    Source: arXiv 2510.26692, section 3.
+
+    Examples:
+        >>> import numpy as np, kdacore
+        >>> pool = np.zeros((4, 2, 16, 16), np.float32)
+        >>> update, key, decay = (np.ones((3, 5, 2, 16), np.float32) for _ in range(3))
+        >>> slots, rows, accepted = np.array([2, 1]), np.array([0, 2]), np.array([3, 0])
+        >>> pool = kdacore.commit_records(pool, slots, (update, key, decay), rows, accepted)
+        >>> [float(pool[i, 0, 0, 0]) for i in range(4)]
+        [0.0, 0.0, 3.0, 0.0]
+    """
+    if unknown:
+        raise _unknown_keywords("commit_records", unknown)
+    record_update, record_key, record_decay = _arrays_of("commit_records", "records", records, 3)
+    return _commit(
+        _COMMIT,
+        (
+            initial_state,
+            state_indices,
+            record_update,
+            record_key,
+            record_decay,
+            record_indices,
+            num_replayed,
+            write_indices,
+        ),
+        (
+            state_v_first,
+            null_index,
         ),
         backend,
     )
@@ -583,6 +696,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     bound = inspect.signature(public_function(opdef.name)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    for name, parts in opdef.tuples.items():
+        given.update(zip(parts, _arrays_of(opdef.name, name, given[name], len(parts)), strict=True))
     if unknown := given.get("unknown"):
         raise _unknown_keywords(opdef.name, unknown)
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
@@ -624,4 +739,10 @@ def _chunk(
 
 def _recurrent(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     result = dispatch.call(opdef, arrays, options, backend)
+    if len(result) > 4 and result[4]:  # new arrays in place of those that cannot be written
+        return result[0], result[1], tuple(result[4])
     return result[0], result[1]
+
+
+def _commit(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    return dispatch.call(opdef, arrays, options, backend)[0]

@@ -32,7 +32,7 @@ def explain_call(call: CallDescription, backend: str | None = None, ranks: int =
         if "cp" not in OPS[call.op].options:
             raise ContractError(call.op, "cp", ranks, "nothing: the op has no such argument")
         arguments["cp"] = ranks
-    return api.explain(call.op, **arguments, backend=backend)
+    return api.explain(call.op, **OPS[call.op].keywords(arguments), backend=backend)
 
 
 USUAL_ARCH = {"cuda": "sm_90", "rocm": "gfx942", "tpu": "v5e"}
@@ -128,6 +128,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("initial state", {"initial_state": True}),
     Feature("bfloat16 state", {"initial_state": True, "state_dtype": "bfloat16"}),
     Feature("state_v_first", {"state_v_first": True, "initial_state": True}),
+    Feature("state_v_first", {"state_v_first": True}, ("commit",)),
+    Feature("bfloat16 state", {"state_dtype": "bfloat16"}, ("commit",)),
+    Feature("one decay a head", {"one_decay": True}, ("commit",)),
+    Feature("grouped heads (GVA)", {"HV": 4}, ("commit",)),
+    Feature("rows to write", {"pool": Pool(inplace=True, writes=1, records=True)}, ("commit",)),
+    Feature("null slots", {"null_index": 0}, ("commit",)),
     Feature("initial state", {"initial_state": True}, ("stage",), ops=("delta_rule_chunk_state",)),
     Feature(
         "state_v_first",
@@ -152,6 +158,9 @@ FEATURES: tuple[Feature, ...] = (
         "checkpoints at chosen tokens",
         {**_POOL, **_INPLACE, "pool": "checkpoints", "pool_rows": 16},
         ("chunk",),
+    ),
+    Feature(
+        "records of candidates", {"T": 4, **_POOL, **_INPLACE, "pool": Pool(records=True)}, ("recurrent",)
     ),
     Feature("accepted tokens", {"T": 4, "pool": "accepted", "inplace_state": True}, ("recurrent",)),
     Feature(
@@ -191,6 +200,7 @@ _PLAIN: dict[str, tuple[dict[str, Any], ...]] = {
         {"lower_bound": -5.0},
         {"lower_bound": -5.0, "dtype": "bfloat16"},
     ),
+    "commit": ({},),
     "stage": (_all_in("bfloat16"), {}),
 }
 
@@ -203,6 +213,8 @@ def plain_calls(op: str) -> tuple[CallDescription, ...]:
         first = first.changed(A_log=False, dt_bias="")
     if family == "recurrent":
         first = first.changed(B=4, T=1, output_final_state=True)
+    if family == "commit":
+        first = first.changed(B=4, T=1, pool=Pool(inplace=True, records=True))
     return tuple(first.changed(**c) for c in _PLAIN["chunk" if family == "recurrent" else family])
 
 

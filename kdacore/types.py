@@ -235,6 +235,8 @@ LENGTH_FIELDS: tuple[int, ...] = tuple([Request._fields.index(name) for name in 
 TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
 _TABLES = frozenset({"state_indices", "write_indices"})
 """Arrays whose second axis, where they have one, is a length of its own."""
+_WHOLE = frozenset({"record_update", "record_key", "record_decay"})
+"""Arrays with sizes that are neither lengths nor fields of a request."""
 
 
 def lengths_of(request: Request) -> Hashable:
@@ -280,7 +282,12 @@ def family_of(request: Request) -> Family:
     for i in LENGTH_FIELDS:
         fields[i] = 0
     # Sizes of arrays that are none (heads, head dims) are fields, too.
-    fields[TENSORS_FIELD] = tuple([(name, spec.dtype, len(spec.shape)) for name, spec in request.tensors])
+    fields[TENSORS_FIELD] = tuple(
+        [
+            (name, spec.dtype, spec.shape if name in _WHOLE else len(spec.shape))
+            for name, spec in request.tensors
+        ]
+    )
     if len(_families) >= _MAX_FAMILIES:
         _families.clear()
     family = _families.setdefault(tuple(fields), Family())
@@ -339,6 +346,24 @@ class RecurrentInputs(NamedTuple):
     has_initial_state: Array | None = None
     write_indices: Array | None = None
     write_pool: Array | None = None
+    record_update: Array | None = None
+    record_key: Array | None = None
+    record_decay: Array | None = None
+    record_indices: Array | None = None
+    num_replayed: Array | None = None
+
+
+class CommitInputs(NamedTuple):
+    """Arrays of ``commit_records``."""
+
+    initial_state: Array
+    state_indices: Array
+    record_update: Array
+    record_key: Array
+    record_decay: Array
+    record_indices: Array
+    num_replayed: Array
+    write_indices: Array | None = None
 
 
 class GateInputs(NamedTuple):
@@ -422,6 +447,15 @@ class Outputs(NamedTuple):
     final_state: Array | None = None
     checkpoints: Array | None = None
     saved: tuple[Array, ...] = ()
+    written: tuple[Array, ...] = ()
+    """Of JAX arrays, which cannot be written: the new ones in place of all that the call writes beside the pool, in the
+    order of the op's inputs. Of others nothing."""
+
+
+class CommitOutputs(NamedTuple):
+    """What ``forward`` of ``commit_records`` returns: the arrays that were written, or for JAX new ones."""
+
+    pool: Array
 
 
 class OutputGrads(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any
 
 from kdacore.contract.aliasing import check_memory, written_arguments
 from kdacore.dispatch.plan import Plan
-from kdacore.types import Outputs, Request
+from kdacore.ops import OPS
+from kdacore.types import CommitOutputs, Request
 
 Bounds = list[tuple[int, int, bool]]
 """Of each array that a call gives, in order: no byte of it lies before the first or behind the second address. Whether
@@ -25,7 +26,15 @@ class LengthChecks:
         library: the module of their arrays.
     """
 
-    __slots__ = ("_backend", "_expected", "_library", "_single", "_written", "_written_results")
+    __slots__ = (
+        "_backend",
+        "_expected",
+        "_library",
+        "_outputs",
+        "_single",
+        "_written",
+        "_written_results",
+    )
 
     def __init__(self, plan: Plan, library: Any) -> None:
         request = plan.request
@@ -36,12 +45,11 @@ class LengthChecks:
             [(given.index(name), fields.index(name)) for name in written_arguments(request) if name in given]
         )
         """Arrays that are written: their places among those given, and among all."""
-        self._single = request.op == "kda_gate"
-        result_in = [
-            "out" if request.has("out") else None,
-            request.written_pool if request.inplace_state else None,
-            None,
-        ]
+        self._outputs: Any = OPS[request.op].outputs
+        self._single = self._outputs is None
+        pool = request.written_pool if request.inplace_state else None
+        whole = ["out" if request.has("out") else None, pool, None]
+        result_in = [pool] if self._outputs is CommitOutputs else whole
         self._written_results = tuple([None if n is None else fields.index(n) for n in result_in])
         """Of each result the place of the argument that it is, where it is one."""
         self._backend = ""
@@ -88,7 +96,7 @@ class LengthChecks:
         not known."""
         if self._single:
             shown: tuple[Any, ...] = (outputs,)
-        elif type(outputs) is Outputs:
+        elif isinstance(outputs, self._outputs):
             shown = outputs[:3]
         else:
             return False

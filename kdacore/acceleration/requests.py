@@ -37,6 +37,8 @@ class RequestsLike:
         names = [name for name, _ in request.tensors]
         self._offsets = names.index("cu_seqlens") if request.packed else -1
         self._rows = names.index("initial_state") if self._pool else -1
+        self._without_tokens = names.index("state_indices") if SHAPES[names[0]][:2] != ("B", "T") else -1
+        """Where the calls have no tokens: the place of the array that says how many states they have."""
         self._write_rows = names.index("write_pool") if request.write_pool_size else -1
         self._checkpoints = names.index("checkpoint_offsets") if request.checkpoint_count else -1
         self._fixed: list[tuple[int, tuple[int, ...]]] = []
@@ -62,7 +64,7 @@ class RequestsLike:
 
     def __call__(self, shapes: Shapes) -> Request | None:
         """The request of a call with arrays of these shapes. None where they may be wrong, and have to be validated."""
-        first = shapes[0]
+        first = shapes[0] if self._without_tokens < 0 else (shapes[self._without_tokens][0], 1)
         B, T = first[0], first[1]
         N, rows, write_rows, checkpoints = B, 0, 0, 0
         if self._packed:

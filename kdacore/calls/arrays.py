@@ -13,6 +13,7 @@ from kdacore.calls.requests import request_of
 from kdacore.calls.values import PER_TOKEN, normalise, offsets, tensors, to_kind
 from kdacore.contract.state_rows import ZEROS, StateRows, state_rows
 from kdacore.ops import HOST_ARGUMENTS, INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
+from kdacore.oracle.host_values import rounded
 
 _LARGEST = float(np.finfo(np.float32).max)
 Values = dict[str, Any]
@@ -21,21 +22,10 @@ _STAGE_TOKENS = (*PER_TOKEN, "gc", "Aqk", "Akk", "w", "u", "kg", "v_new")
 """Arguments of the stages that have a row for each token."""
 
 
-def rounded(x: Any, dtype: str) -> Any:
-    """``x`` rounded to ``dtype``, to nearest even, as float64."""
-    if dtype == "bfloat16":
-        with np.errstate(over="ignore"):  # gate inputs may be infinite
-            word: Any = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
-        word = (word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000
-        return word.astype(np.uint32).view(np.float32).astype(np.float64)
-    with np.errstate(over="ignore"):  # gate inputs may be infinite
-        return np.asarray(x).astype(dtype).astype(np.float64)
-
-
 def host_values(call: CallDescription) -> Values:
     """Every array argument of the call."""
     wanted = specs(call)
-    made = _stage_values(call) if call.family == "stage" else _whole_values(call)
+    made = _MAKERS.get(call.family, _whole_values)(call)
     found: Values = {}
     for name, spec in wanted.items():
         x = np.asarray(made[name]).reshape(spec.shape)
@@ -109,7 +99,30 @@ def _state_values(call: CallDescription, rng: Any) -> Values:
     pool[read] = rng.standard_normal((len(read), *tail))
     found["initial_state"] = _laid_out(call, pool)
     found["write_pool"] = _laid_out(call, np.full((call.write_rows, *tail), np.nan))
+    if call.pool_use.records:
+        found |= _record_values(call, found, rng)
     return found
+
+
+def _record_values(call: CallDescription, tables: Values, rng: Any) -> Values:
+    """Records as decoding leaves them, NaN where they are not to be read."""
+    s, rows = call.shape, rows_of(call, tables)
+    size = (call.record_rows, call.pool_width)
+    tails = {"record_update": (s.HV, s.V), "record_key": (s.H, s.K), "record_decay": (s.HV, s.K)}
+    found = {name: np.full((*size, *tail), np.nan) for name, tail in tails.items()}
+    for row, count in zip(rows.records, rows.replayed, strict=True):
+        if row != ZEROS and count:
+            key = rng.standard_normal((count, s.H, s.K))
+            found["record_update"][row, :count] = 0.5 * rng.standard_normal((count, s.HV, s.V))
+            found["record_key"][row, :count] = key / np.linalg.norm(key, axis=-1, keepdims=True)
+            found["record_decay"][row, :count] = rng.random((count, s.HV, s.K))
+    if call.scalar_gate:
+        found["record_decay"] = found["record_decay"][..., 0]
+    return found
+
+
+def _commit_values(call: CallDescription) -> Values:
+    return _state_values(call, np.random.default_rng(call.seed + 1))
 
 
 def _laid_out(call: CallDescription, state: Any) -> Any:
@@ -152,3 +165,7 @@ def _without_padding(call: CallDescription, x: Values) -> Values:
         if name in x:
             x[name][:, call.shape.used :] = np.nan
     return x
+
+
+_MAKERS = {"stage": _stage_values, "commit": _commit_values}
+"""What makes the values of the ops of a family; :func:`_whole_values` those of the others."""

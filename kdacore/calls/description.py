@@ -31,7 +31,7 @@ STAGE_CHUNK = 64
 
 _DEFAULT_SHAPE = Shape()
 _STAGE_ARRAYS = frozenset({"Aqk", "Akk", "kg", "w", "u", "v_new", "h"})
-_WIDE = frozenset({"A_log", "gc"})
+_WIDE = frozenset({"A_log", "gc", "record_update", "record_key", "record_decay"})
 """Arguments in float32, or in float64 where q, k and v are."""
 _LEARNED = ("q", "k", "v", "g", "beta")
 """Arguments that ask for a gradient when the call does."""
@@ -68,13 +68,15 @@ class CallDescription:
     """Give ``A_log`` when the gate is computed in the kernel (the bounded gate may do without)."""
     dt_bias: BiasForm = "matrix"
     initial_state: bool = False
+    one_decay: bool = False
+    """``commit_records``: the records have one decay for each head."""
     q_given: bool = True
     """Give ``q`` to the stage ``kda_recompute_w_u``, which does without it too."""
     host_offsets: bool = False
     """Give ``cu_seqlens_cpu`` too."""
     pool: str | Pool = ""
     """How pools of states are used: a :class:`~kdacore.calls.pools.Pool`, or a key of
-    :data:`kdacore.calls.pools.POOLS`. Empty: no pool."""
+    :data:`kdacore.calls.pools.POOLS`. Empty: no pool, or ``records`` where an op is about nothing else."""
     pool_rows: int = 0
     """Rows of the pool that is read; 0 for as many as its use needs and a few to spare."""
     write_pool_rows: int = 0
@@ -98,7 +100,7 @@ class CallDescription:
 
     @property
     def scalar_gate(self) -> bool:
-        return OPS[self.op].scalar_gate or self.shape.K == 0
+        return OPS[self.op].scalar_gate or self.shape.K == 0 or self.one_decay
 
     def option(self, name: str, default: Any = None) -> Any:
         """The value of one option of the public call."""
@@ -146,7 +148,8 @@ class CallDescription:
     def pool_use(self) -> Pool | None:
         """How pools are used; None where none is."""
         if isinstance(self.pool, str):
-            return POOLS[self.pool] if self.pool else None
+            name = self.pool or _POOL_OF_FAMILY.get(self.family, "")
+            return POOLS[name] if name else None
         return self.pool
 
     @property
@@ -169,6 +172,12 @@ class CallDescription:
         pool = self.pool_use
         first = self.state_rows if pool is not None and not pool.writes else 0
         return self.write_pool_rows or first + self._written_rows + SPARE_ROWS + bool(pool and pool.null)
+
+    @property
+    def record_rows(self) -> int:
+        """Rows of the records of candidates; each has :attr:`pool_width` of them."""
+        pool = self.pool_use
+        return self.shape.N + SPARE_ROWS + bool(pool and pool.null)
 
     def _rows(self, dimensions: int) -> int:
         """Rows named by a table of so many dimensions."""
@@ -200,6 +209,7 @@ class CallDescription:
             "write_pool": used.separate,
             "checkpoint_offsets": used.checkpoints,
             "checkpoint_indices": used.checkpoints,
+            **dict.fromkeys(_RECORDS, used.records),
             "out": self.out,
         }
         return optional.get(argument, True)
@@ -207,9 +217,11 @@ class CallDescription:
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(CallDescription))
 _SIZES = frozenset(f.name for f in dataclasses.fields(Shape))
+_POOL_OF_FAMILY = {"commit": "records"}
+_RECORDS = ("record_update", "record_key", "record_decay", "record_indices", "num_replayed")
 OPTIONAL_ARRAYS = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "state_indices",
                    "num_accepted_tokens", "has_initial_state", "write_indices", "write_pool",
-                   "checkpoint_offsets", "checkpoint_indices", "out")  # fmt: skip
+                   "checkpoint_offsets", "checkpoint_indices", *_RECORDS, "out")  # fmt: skip
 """Arrays that the whole ops do without."""
 
 
@@ -245,6 +257,8 @@ def _sizes(call: CallDescription) -> dict[Axis, tuple[int, ...]]:
         "write_slots": (call.pool_width,) if pool.writes == 2 else (),
         "write_rows": (call.write_rows,),
         "checkpoints": (call.checkpoints,),
+        "record_rows": (call.record_rows,),
+        "records": (call.pool_width,),
         "chunks": (s.T // C + s.N if s.lengths else -(-s.T // C),),
         "offsets": (s.N + 1,),
     }

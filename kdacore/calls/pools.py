@@ -38,6 +38,8 @@ class Pool:
     """The last two of four sequences start from the rows of the first two."""
     checkpoints: bool = False
     """``checkpoint_offsets`` and ``checkpoint_indices`` are given."""
+    records: bool = False
+    """Records of candidates are given; some sequences have no row of them."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,7 +52,9 @@ class Pool:
 
     def suits(self, family: str) -> bool:
         """Do ops of this family have all the arguments?"""
-        decoding = self.indices == 2 or self.read_only or self.writes == 2
+        decoding = self.indices == 2 or self.read_only or self.writes == 2 or self.records
+        if family == "commit":
+            return self.records and not (self.has_state or self.separate)
         return not decoding if family == "chunk" else not self.checkpoints
 
 
@@ -82,6 +86,10 @@ POOLS: dict[str, Pool] = {
     "candidates": Pool(inplace=True, has_state=True, writes=2),
     "candidates_moved": Pool(indices=2, inplace=True, negatives=True, null=True, writes=2),
     "candidates_other_pool": Pool(indices=2, inplace=True, strided=True, writes=2, separate=True),
+    "records": Pool(inplace=True, negatives=True, records=True),
+    "records_fresh": Pool(inplace=True, null=True, has_state=True, records=True),
+    "records_moved": Pool(inplace=True, negatives=True, null=True, strided=True, writes=1, records=True),
+    "records_other_pool": Pool(inplace=True, strided=True, writes=1, separate=True, records=True),
     "checkpoints": Pool(inplace=True, checkpoints=True),
     "checkpoints_moved": Pool(
         inplace=True, negatives=True, null=True, has_state=True, writes=1, checkpoints=True
@@ -119,6 +127,8 @@ def index_tables(call: CallDescription, rng: Any) -> dict[str, Any]:
         tables["has_initial_state"] = (np.arange(N) // 2 + call.seed) % 2 == 0
     if pool.writes:
         tables["write_indices"] = _write_table(call, pool, tables, target)
+    if pool.records:
+        tables |= _record_tables(call, pool, rng)
     if pool.checkpoints:
         tables |= _checkpoint_tables(call, pool, target, rng)
     return tables
@@ -187,6 +197,15 @@ def _start_row(tables: dict[str, Any], n: int) -> int:
         return int(table[n])
     accepted = int(tables["num_accepted_tokens"][n])
     return int(table[n, accepted - 1]) if accepted else -1
+
+
+def _record_tables(call: CallDescription, pool: Pool, rng: Any) -> dict[str, Any]:
+    """A row of records for two of three sequences, any number of which are replayed."""
+    N, names = call.shape.N, _no_slots(pool)
+    table = _take(_free_rows(pool, 0, call.record_rows, rng), N)
+    for n in range((call.seed + 2) % 3, N, 3):
+        table[n] = names[n % len(names)]
+    return {"record_indices": table, "num_replayed": (np.arange(N) + call.seed) % (call.pool_width + 1)}
 
 
 def _checkpoint_tables(call: CallDescription, pool: Pool, rows: Iterator[int], rng: Any) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def call_of_request(request: Request, tokens: int, seed: int = 0) -> CallDescrip
         initial_state="initial_state" in dtypes,
         pool=pool,
         out="out" in dtypes,
+        one_decay=opdef.family == "commit" and request.scalar_gate,
         options=options(**asked),
         seed=seed,
     )
@@ -58,12 +59,13 @@ def _pool(request: Request) -> Pool | str:
         writes=request.write_indices_ndim,
         separate=bool(request.write_pool_size),
         checkpoints=bool(request.checkpoint_count),
+        records=request.has("record_update"),
     )
     return pool if pool.indices or pool.has_state or pool.writes else ""
 
 
 def _shape(request: Request, tokens: int) -> Shape:
-    recurrent = OPS[request.op].family == "recurrent"
+    recurrent = OPS[request.op].family in ("recurrent", "commit")
     T = min(request.T, tokens) if recurrent and not request.packed else tokens
     lengths = (T - 1, 0, 1) if request.packed else ()
     heads = min(request.H, 2)

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="C",
         help="states at C tokens, to the pool",
     )
+    add("--records", action="store_true", help="records of candidates")
     add("--out", action="store_true", help="a preallocated output")
     add("--cu-seqlens-cpu", action="store_true", help="give the offsets on the host too")
     for option in OPTIONS.values():
@@ -181,7 +182,10 @@ def _pool_of(args: argparse.Namespace, op: str) -> Pool | str:
         writes=args.write_indices,
         separate=bool(args.write_pool),
         checkpoints=bool(args.checkpoint_offsets),
+        records=args.records,
     )
+    if OPS[op].family == "commit":  # it is about nothing else
+        pool = dataclasses.replace(pool, indices=1, reads=True, inplace=True, records=True)
     return "" if pool == Pool(indices=0, reads=pool.reads) else pool
 
 

@@ -45,6 +45,10 @@ def build_request(
         from kdacore.contract.stages import build_stage
 
         request, adapter = build_stage(call)
+    elif opdef.family == "commit":
+        from kdacore.contract.records import build_commit
+
+        request, adapter = build_commit(call)
     elif opdef.family == "gate":
         request, adapter = _build_gate(call)
     else:
@@ -127,10 +131,15 @@ def _build_whole(call: Arguments) -> tuple[Request, Adapter]:
         from kdacore.contract.pools import check_pools  # here: a call for training does without
 
         check_pools(call, fields, adapter)
+        if not _RECORDS.isdisjoint(call.arrays):
+            from kdacore.contract.records import check_records
+
+            check_records(call, fields)
     fields["state_dtype"] = _check_state(call, fields)
     return Request(**fields), adapter
 
 
+_RECORDS = frozenset({"record_update", "record_key", "record_decay", "record_indices", "num_replayed"})
 _POOL_ARRAYS = frozenset(
     {
         "state_indices",
@@ -141,6 +150,7 @@ _POOL_ARRAYS = frozenset(
         "checkpoint_offsets",
         "checkpoint_indices",
         "out",
+        *_RECORDS,
     }
 )
 
@@ -230,13 +240,14 @@ def _check_state(call: Arguments, fields: dict[str, Any]) -> str:
     return found
 
 
+_INFERENCE_FAMILIES = {"stage": "stages", "commit": "it"}
 _INFERENCE_ARRAYS = ("state_indices", "has_initial_state", "write_indices", "write_pool", "out")
 
 
 def _not_differentiable(call: Arguments) -> ContractError | None:
     """Pools, in-place writes and the stages are for inference; say so instead of losing gradients."""
-    if call.opdef.family == "stage":
-        want = "no gradients: call stages under torch.no_grad()"
+    if call.opdef.family in _INFERENCE_FAMILIES:
+        want = f"no gradients: call {_INFERENCE_FAMILIES[call.opdef.family]} under torch.no_grad()"
         return call.fail(call.opdef.arrays[0], "inputs that require grad", want)
     for name in _INFERENCE_ARRAYS:
         if name in call.arrays:

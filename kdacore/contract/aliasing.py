@@ -19,7 +19,7 @@ def written_arguments(request: Request) -> tuple[str, ...]:
     """The arrays that a call writes in place, where its library's arrays can be written."""
     if request.kind == "jax":
         return ()
-    return ("out",) * request.has("out") + (request.written_pool,) * request.inplace_state
+    return OPS[request.op].written_of([name for name, _ in request.tensors], request.inplace_state)
 
 
 def check_memory(request: Request, inputs: Any, adapter: Adapter) -> list[Outline] | None:

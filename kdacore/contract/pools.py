@@ -15,12 +15,12 @@ def check_pools(call: Arguments, fields: dict[str, Any], adapter: Adapter) -> No
     Raises:
         ContractError: naming the argument.
     """
-    fields["pool_size"] = fields["write_pool_size"] = 0
+    fields["pool_size"] = fields["write_pool_size"] = fields["state_indices_ndim"] = 0
     _check_flags(call, fields, adapter)
     _check_read_rows(call, fields)
     _check_written_rows(call, fields)
     _check_checkpoints(call, fields)
-    _check_null_index(call, fields)
+    check_null_index(call, fields)
     if "out" in call.arrays:
         if adapter.immutable:
             raise call.fail("out", f"a {adapter.kind} array", "None: these arrays cannot be written")
@@ -137,7 +137,8 @@ def _check_checkpoints(call: Arguments, fields: dict[str, Any]) -> None:
     call.shape("checkpoint_indices", (fields["checkpoint_count"],), "C")
 
 
-def _check_null_index(call: Arguments, fields: dict[str, Any]) -> None:
+def check_null_index(call: Arguments, fields: dict[str, Any]) -> None:
+    """``null_index``, where the call has rows."""
     null = call.integer("null_index")
     if null is None:
         return

@@ -22,6 +22,8 @@ INDEX_VALUES = (
     "write_indices",
     "checkpoint_offsets",
     "checkpoint_indices",
+    "record_indices",
+    "num_replayed",
 )
 """The arguments whose values decide."""
 
@@ -41,13 +43,18 @@ class StateRows(NamedTuple):
     """``[C]``: the row of each checkpoint at ``checkpoint_offsets``; None without."""
     checkpoint_sequences: Any
     """``[C]``: the sequence that holds each of these offsets; of no meaning where no row is written."""
+    records: Any = None
+    """``[N]``: the row of the records of each sequence; None without. A sequence that has one leaves, as its final
+    state, the one that its first token starts from; the others that after their last token."""
+    replayed: Any = None
+    """``[N]``: how many of these records are applied before the first token, 0 where there is no row."""
 
 
 def state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> StateRows:
     """The rows of one call.
 
     Args:
-        request: of a chunked or recurrent op.
+        request: of an op with pools.
         values: NumPy arrays by argument, those of :data:`INDEX_VALUES` that were given.
         lengths: ``[N]`` tokens of each sequence.
     """
@@ -68,7 +75,18 @@ def state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> Sta
         holders = np.searchsorted(np.cumsum(lengths), values["checkpoint_offsets"], side="right")
         holders = np.minimum(holders, request.N - 1)
         checkpoints = np.where(padding[holders], ZEROS, slots(request, values["checkpoint_indices"]))
-    return StateRows(read, padding, table, per_token, checkpoints, holders)
+    records, replayed = _records(request, values, padding)
+    if request.op == "commit_records":
+        table = np.where(records == ZEROS, ZEROS, table)
+    return StateRows(read, padding, table, per_token, checkpoints, holders, records, replayed)
+
+
+def _records(request: Request, values: Mapping[str, Any], padding: Any) -> tuple[Any, Any]:
+    if "record_indices" not in values:
+        return None, None
+    rows = np.where(padding, ZEROS, slots(request, values["record_indices"]))
+    counts = values.get("num_replayed", np.zeros(request.N, np.int64))
+    return rows, np.where(rows == ZEROS, 0, counts)
 
 
 def slots(request: Request, indices: Any) -> Any:

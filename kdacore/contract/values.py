@@ -40,9 +40,13 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
     for name, x in values.items():
         if name == "initial_state" and ("state_indices" in values or "has_initial_state" in values):
             _finite_rows(request, x, state_rows(request, values, lengths).read)
-        elif name not in INDEX_ARGUMENTS | MASK_ARGUMENTS | {"write_pool"}:
+        elif name not in INDEX_ARGUMENTS | MASK_ARGUMENTS | _NOT_READ_WHOLE:
             _finite(request, name, x)
     _gate(request, values)
+
+
+_NOT_READ_WHOLE = frozenset({"write_pool", "record_update", "record_key", "record_decay"})
+"""Arrays of which a call reads chosen rows alone, or none."""
 
 
 def _leave_out_unread(request: Request, values: dict[str, Any], lengths: Any) -> None:
@@ -187,7 +191,7 @@ def check_state_rows(request: Request, values: Mapping[str, Any], lengths: Any) 
     Raises:
         ContractError: naming the argument.
     """
-    if OPS[request.op].family not in ("chunk", "recurrent"):
+    if OPS[request.op].family not in ("chunk", "recurrent", "commit"):
         return
     written_rows = request.write_pool_size or request.pool_size
     sizes = {
@@ -208,6 +212,29 @@ def check_state_rows(request: Request, values: Mapping[str, Any], lengths: Any) 
             _not_read_by_others(request, rows)
     if request.checkpoint_count:
         _checkpoint_offsets(request, values)
+    if "record_indices" in values:
+        _records(request, values, lengths)
+
+
+def _records(request: Request, values: Mapping[str, Any], lengths: Any) -> None:
+    """Rows of records are there and named once, counts are of records in them, and tokens have one each."""
+    size, most = request.spec("record_update").shape[:2]
+    rows = state_rows(request, values, lengths)
+    used = rows.records != ZEROS
+    named = rows.records[used]
+    if (named >= size).any():
+        raise ContractError(request.op, "record_indices", f"index {named.max()}", f"indices below R={size}")
+    if len(np.unique(named)) != named.size:
+        raise ContractError(request.op, "record_indices", "a row named twice", "each row at most once")
+    if ((rows.replayed < 0) | (rows.replayed > most)).any():
+        raise ContractError(
+            request.op, "num_replayed", f"{rows.replayed.tolist()}", f"0 to {most} for each sequence"
+        )
+    longest = min(most, MAX_VERIFY_TOKENS)
+    if request.packed and (lengths[used] > longest).any():
+        got = f"a sequence of {int(lengths[used].max())} tokens"
+        want = f"at most {longest} tokens for each sequence with a row of records"
+        raise ContractError(request.op, "cu_seqlens", got, want)
 
 
 def _accepted(request: Request, accepted: Any, width: int) -> None:

@@ -118,6 +118,7 @@ def check_results(
     request: Request = plan.request
     if isinstance(results, Outputs):
         named = {"o": results[0], "final_state": results[1], "checkpoints": results[2]}
+        named |= {f"written[{i}]": x for i, x in enumerate(results.written)}
     else:
         named = results._asdict() if hasattr(results, "_asdict") else {_SINGLE[request.op]: results}
     expected = {e.name: e for e in expected_results(request, inputs)}
@@ -126,7 +127,7 @@ def check_results(
             _check(plan, function, name, x, expected.get(name))
     written = {"o": "out"} if request.has("out") else {}
     if request.inplace_state:
-        written["final_state"] = request.written_pool
+        written["pool" if "pool" in named else "final_state"] = request.written_pool
     _check_memory(plan, function, named, inputs, written, given)
 
 
@@ -275,6 +276,8 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
         yield Expected("final_state", r.state_shape, (r.state_dtype,))
     elif r.op == "kda_chunk_output":
         yield Expected("o", (*whole, r.V), (r.spec("v_new").dtype,))
+    elif r.op == "commit_records":
+        yield Expected("pool", r.spec("initial_state").shape, (r.state_dtype,))
     else:
         yield Expected("o", (*whole, r.V), (r.dtype,))
         if r.output_final_state:
@@ -282,3 +285,13 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
             yield Expected("final_state", shape, (r.state_dtype,))
         if r.checkpoint_every:
             yield Expected("checkpoints", r.checkpoint_shape, (r.state_dtype,))
+        if r.kind == "jax":
+            for i, name in enumerate(_written_beside_states(r)):
+                yield Expected(f"written[{i}]", r.spec(name).shape, (r.spec(name).dtype,))
+
+
+def _written_beside_states(request: Request) -> list[str]:
+    """Arrays that a call writes beside ``out`` and its pool."""
+    given = [name for name, _ in request.tensors]
+    written = OPS[request.op].written_of(given, request.inplace_state)
+    return [name for name in written if name not in ("out", request.written_pool)]

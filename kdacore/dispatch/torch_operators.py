@@ -24,9 +24,14 @@ from kdacore.dispatch import selection
 from kdacore.dispatch.plan import Plan, cached_plan, current_policy, execute, plan_for
 from kdacore.errors import ContractError, UnsupportedError, contract_text
 from kdacore.ops import HOST_ARGUMENTS, OPS, OpDef, Option
-from kdacore.types import GateInputs, InputGrads, OutputGrads, Outputs
+from kdacore.types import CommitOutputs, GateInputs, InputGrads, OutputGrads, Outputs
 
-_FAMILIES = {"chunk": OPS["chunk_kda"], "recurrent": OPS["fused_recurrent_kda"], "gate": OPS["kda_gate"]}
+_FAMILIES = {
+    "chunk": OPS["chunk_kda"],
+    "recurrent": OPS["fused_recurrent_kda"],
+    "commit": OPS["commit_records"],
+    "gate": OPS["kda_gate"],
+}
 """An op of each family: all ops of a family take the same arguments."""
 _ARRAYS = {family: opdef.arrays for family, opdef in _FAMILIES.items()}
 _OPTIONS = {
@@ -49,10 +54,10 @@ _library = torch.library.Library("kdacore", "DEF")
 
 def schema(family: str, *, mutable: bool = False) -> str:
     parts = ["str op"]
+    aliases = iter("abcdefghijklmnopqrstuvwxyz")
     for array in _FAMILIES[family].array_arguments:
-        kind = "Tensor" if array.required else "Tensor?"
-        if mutable and array.writable:
-            kind = f"Tensor({array.name[0]}!)?"
+        alias = f"({next(aliases)}!)" if mutable and array.writable else ""
+        kind = f"Tensor{alias}" if array.required else f"Tensor{alias}?"
         parts.append(f"{kind} {array.name}")
     parts += [f"{_SCHEMA_TYPES[option.kind]} {option.name}" for option in _OPTIONS[family]]
     return ", ".join([*parts, _ASKED])
@@ -62,6 +67,7 @@ _library.define(f"chunk({schema('chunk')}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"chunk_({schema('chunk', mutable=True)}, Tensor[] given) -> (Tensor, Tensor, Tensor)")
 _library.define(f"recurrent({schema('recurrent')}) -> (Tensor, Tensor)")
 _library.define(f"recurrent_({schema('recurrent', mutable=True)}, Tensor[] given) -> (Tensor, Tensor)")
+_library.define(f"commit_({schema('commit', mutable=True)}, Tensor[] given) -> ()")
 _library.define(f"gate({schema('gate')}) -> Tensor")
 _library.define(f"chunk_backward({schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
 _library.define(f"recurrent_backward({schema('recurrent')}, Tensor? do, Tensor? dstate) -> Tensor[]")
@@ -239,6 +245,9 @@ def call(
     given = dict(zip(opdef.options, options, strict=True))
     if opdef.family == "gate":
         return torch.ops.kdacore.gate(*flat)
+    if opdef.family == "commit":
+        torch.ops.kdacore.commit_(*flat, [arrays[name] for name in _WRITABLE["commit"]])
+        return CommitOutputs(arrays["initial_state"])
     wants_state = given["output_final_state"]
     operators = torch.ops.kdacore
     writes = given["inplace_state"] or arrays["out"] is not None
@@ -333,6 +342,19 @@ def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     o = as_result(None if bound.inputs.out is not None else out.o, v)
     state = as_result(None if plan.request.inplace_state else out.final_state, v)
     return (o, state, as_result(out.checkpoints, v)) if family == "chunk" else (o, state)
+
+
+def _commit(*args: Any) -> None:
+    bound = Bound.with_values("commit", args)
+    check_asked(bound)
+    plan = bound.plan()
+    _check_writable("commit", plan, bound)
+    check_memory(plan.request, bound.inputs, TORCH)
+    execute(plan, bound.inputs, _forward)
+
+
+def _fake_commit(*args: Any) -> None:
+    Bound("commit", args).request()
 
 
 def _check_writable(family: str, plan: Plan, bound: Bound) -> None:
@@ -450,6 +472,7 @@ def _register() -> None:
     for family in ("chunk", "recurrent"):
         for name in (family, f"{family}_"):
             _library.impl(name, lambda *a, f=family: _whole(f, a), "CompositeExplicitAutograd")
+    _library.impl("commit_", _commit, "CompositeExplicitAutograd")
     _library.impl("gate", _gate, "CompositeExplicitAutograd")
     _library.impl("chunk_backward", lambda *a: _whole_backward("chunk", a), "CompositeExplicitAutograd")
     _library.impl(
@@ -461,6 +484,7 @@ def _register() -> None:
     for family in ("chunk", "recurrent"):
         for name in (family, f"{family}_"):
             fake(f"kdacore::{name}", lambda *a, f=family: _fake_whole(f, a), lib=_library)
+    fake("kdacore::commit_", _fake_commit, lib=_library)
     fake("kdacore::gate", _fake_gate, lib=_library)
     for family, names in (("chunk", _WHOLE_GRADS), ("recurrent", _WHOLE_GRADS), ("gate", GateInputs._fields)):
         fake(f"kdacore::{family}_backward", lambda *a, f=family, n=names: _fake_grads(f, n, a), lib=_library)

@@ -12,6 +12,8 @@ from kdacore.ops.arguments_and_options import (
     CHUNK_ARRAYS,
     CHUNK_OPTIONS,
     CHUNK_SIZE,
+    COMMIT_ARRAYS,
+    COMMIT_OPTIONS,
     DT_BIAS,
     LOWER_BOUND,
     PACKED,
@@ -57,6 +59,10 @@ _ONE_GATE_A_HEAD = {
     "g": "``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.",
     "dt_bias": "``[HV]``.",
 }
+_ONE_DECAY_A_HEAD = {
+    "record_decay": "``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32, any strides: as "
+    "the records of :func:`fused_recurrent_kda`, with one decay a head.",
+}
 
 
 def _chunk(name: str, scalar_gate: bool) -> OpDef:
@@ -65,7 +71,8 @@ def _chunk(name: str, scalar_gate: bool) -> OpDef:
 
 
 def _recurrent(name: str, scalar_gate: bool) -> OpDef:
-    arrays = described(RECURRENT_ARRAYS, **_ONE_GATE_A_HEAD) if scalar_gate else RECURRENT_ARRAYS
+    heads = {**_ONE_GATE_A_HEAD, **_ONE_DECAY_A_HEAD}
+    arrays = described(RECURRENT_ARRAYS, **heads) if scalar_gate else RECURRENT_ARRAYS
     return OpDef(name, "recurrent", t.RecurrentInputs, arrays, RECURRENT_OPTIONS, t.Outputs, scalar_gate)
 
 
@@ -86,6 +93,7 @@ OPS: dict[str, OpDef] = {
         _chunk("chunk_gated_delta_rule", scalar_gate=True),
         _recurrent("fused_recurrent_kda", scalar_gate=False),
         _recurrent("fused_recurrent_gated_delta_rule", scalar_gate=True),
+        OpDef("commit_records", "commit", t.CommitInputs, COMMIT_ARRAYS, COMMIT_OPTIONS, t.CommitOutputs),
         OpDef(
             "kda_gate",
             "gate",

@@ -145,6 +145,39 @@ _OUT = ArrayArgument(
     doc="``[B, T, HV, V]`` in v's dtype, written and returned as ``o``. Neither it nor a pool "
     "that is written may overlap itself or another argument.",
 )
+_RECORD_PARTS = (
+    ArrayArgument("record_update", feature="records", writable=True, part_of="records"),
+    ArrayArgument("record_key", feature="records", writable=True, part_of="records"),
+    ArrayArgument(
+        "record_decay",
+        feature="records",
+        writable=True,
+        part_of="records",
+        doc="``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32, any strides; "
+        "messages name them ``record_update``, ``record_key`` and ``record_decay``. What each token of "
+        "a call does to the state is written here, ``n`` tokens at most, and the state stays as it was "
+        "before them. Needs ``state_indices [N]``, ``record_indices`` and ``inplace_state``.",
+    ),
+)
+_RECORDS = (
+    *_RECORD_PARTS,
+    ArrayArgument(
+        "record_indices",
+        feature="records",
+        index=True,
+        doc="``[N]`` int32 or int64: the row of the records of each sequence. Where it is negative, or "
+        "``null_index``, the sequence has none: it decodes and writes its state as without records.",
+    ),
+    ArrayArgument(
+        "num_replayed",
+        feature="records",
+        index=True,
+        doc="``[N]`` int32 or int64, 0 to n: how many records of its row, the first ones, precede this "
+        "call (candidates that were accepted); all 0 when None. They are applied to the state first, "
+        "which is rounded to the pool's dtype and written. 0 after a prefill, a plain decode or a "
+        ":func:`commit_records`.",
+    ),
+)
 CHUNK_ARRAYS = (
     *_WHOLE_ARRAYS,
     _STATE_INDICES,
@@ -291,6 +324,7 @@ RECURRENT_ARRAYS = described(
         _OUT,
         _HAS_INITIAL_STATE,
         *_WRITES,
+        *_RECORDS,
     ),
     initial_state="the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with "
     "``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.",
@@ -321,3 +355,52 @@ RECURRENT_OPTIONS = described(
     inplace_state="write final states into the pool; rows not named stay bitwise as they were. JAX arrays "
     "cannot be written: there the updated pool is returned as the final state.",
 )
+
+COMMIT_ARRAYS = (
+    ArrayArgument(
+        "initial_state",
+        required=True,
+        writable=True,
+        doc="the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``), rows of any stride.",
+    ),
+    ArrayArgument(
+        "state_indices",
+        required=True,
+        index=True,
+        doc="``[N]`` int32 or int64: the row of each state. A negative index, or ``null_index``, is no "
+        "slot: nothing is written for it.",
+    ),
+    *[
+        replace(
+            a,
+            required=True,
+            feature=None,
+            writable=False,
+            doc=a.doc
+            and "``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, the last ``[R, n, HV]`` "
+            "for one decay a head: as calls with ``records`` wrote them.",
+        )
+        for a in _RECORD_PARTS
+    ],
+    ArrayArgument(
+        "record_indices",
+        required=True,
+        index=True,
+        doc="``[N]`` int32 or int64: the row of the records of each state. Nothing is written where it "
+        "is negative, or ``null_index``.",
+    ),
+    ArrayArgument(
+        "num_replayed",
+        required=True,
+        index=True,
+        doc="``[N]`` int32 or int64, 0 to n: how many records of its row are applied, from the first on.",
+    ),
+    ArrayArgument(
+        "write_indices",
+        feature="write_indices",
+        index=True,
+        doc="``[N]`` int32 or int64 rows that are written, ``state_indices`` by default; with 0 records "
+        "too. Entries that name no slot write nothing.",
+    ),
+)
+COMMIT_OPTIONS = (STATE_V_FIRST, *[o for o in _POOL_OPTIONS if o.name == "null_index"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdacore.ops.definition import OpDef
+from kdacore.ops.definition import OpDef, arrays_of
 from kdacore.ops.foreign_keywords import unknown_keywords
 
 Binder = Callable[..., "tuple[tuple[Any, ...], tuple[Any, ...], object]"]
@@ -25,13 +25,19 @@ def binder(opdef: OpDef) -> Binder:
 
 
 def _make(opdef: OpDef) -> Binder:
-    optional = [f"{name}=None" for name in opdef.arrays if name not in opdef.required]
+    required = dict.fromkeys([a.part_of or a.name for a in opdef.array_arguments if a.required])
+    others = dict.fromkeys([a.part_of or a.name for a in opdef.array_arguments if not a.required])
+    optional = [f"{name}=None" for name in others]
     optional += [f"{option.name}={option.default!r}" for option in opdef.option_arguments]
     source = [
-        f"def {opdef.name}({', '.join(opdef.required)}, *, {', '.join(optional)}, backend=None, **unknown):",
+        f"def {opdef.name}({', '.join(required)}, *, {', '.join(optional)}, backend=None, **unknown):",
         f"    if unknown: raise unknown_keywords({opdef.name!r}, unknown)",
+        *[
+            f"    {', '.join(parts)} = arrays_of({opdef.name!r}, {name!r}, {name}, {len(parts)})"
+            for name, parts in opdef.tuples.items()
+        ],
         f"    return ({', '.join(opdef.arrays)},), ({''.join(f'{n}, ' for n in opdef.options)}), backend",
     ]
     made: dict[str, Binder] = {}
-    exec("\n".join(source), {"unknown_keywords": unknown_keywords}, made)
+    exec("\n".join(source), {"unknown_keywords": unknown_keywords, "arrays_of": arrays_of}, made)
     return made[opdef.name]

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Family = Literal["chunk", "recurrent", "gate", "stage"]
+from kdacore.errors import ContractError
+
+Family = Literal["chunk", "recurrent", "commit", "gate", "stage"]
 OptionKind = Literal["flag", "number", "count", "ranks"]
 """``flag``: True or False. ``number``: a finite real number, or None. ``count``: an integer, or None. ``ranks``: the
 ranks that a call is spread over, or None; :mod:`kdacore.parallel` serves such calls, and makes others of them without
@@ -33,6 +35,9 @@ class ArrayArgument:
     writable: bool = False
     """A call may ask for it to be written, so the fast path compares its strides."""
     differentiable: bool = False
+    part_of: str = ""
+    """The argument of the public function that this array is a part of: a tuple, in the order of the definition. Empty
+    for an argument of its own."""
     doc: str = _DOC
     """What stands of it under ``Args:`` of the public function. Empty: described with the argument after it."""
 
@@ -87,6 +92,27 @@ class OpDef:
         object.__setattr__(self, "options", tuple([o.name for o in self.option_arguments]))
 
     @property
+    def tuples(self) -> dict[str, tuple[str, ...]]:
+        """Arguments of the public function that are tuples of arrays: the arrays' names by the argument's."""
+        found: dict[str, tuple[str, ...]] = {}
+        for a in self.array_arguments:
+            if a.part_of:
+                found[a.part_of] = (*found.get(a.part_of, ()), a.name)
+        return found
+
+    def keywords(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of the public function that give it these arrays."""
+        of_part = {part: name for name, parts in self.tuples.items() for part in parts}
+        found: dict[str, Any] = {}
+        for name, x in arrays.items():
+            if name in of_part:
+                parts = self.tuples[of_part[name]]
+                found[of_part[name]] = tuple([arrays.get(part) for part in parts])
+            else:
+                found[name] = x
+        return found
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """Default of each option."""
         return {o.name: o.default for o in self.option_arguments}
@@ -105,13 +131,21 @@ class OpDef:
             arrays: what was given, None where nothing was, in the order of ``arrays``; not validated yet.
             options: the options' values, in the order of ``options``.
         """
-        given = {
+        given = [
             a.name for a, x in zip(self.array_arguments, arrays, strict=True) if a.writable and x is not None
-        }
-        if dict(zip(self.options, options, strict=True)).get("inplace_state") is not True:
-            return ("out",) if "out" in given else ()
-        pool = "write_pool" if "write_pool" in given else "initial_state"
-        return tuple([name for name in ("out", pool) if name in given])
+        ]
+        asked = dict(zip(self.options, options, strict=True))
+        return self.written_of(given, asked.get("inplace_state", True) is True)
+
+    def written_of(self, given: Iterable[str], inplace: bool) -> tuple[str, ...]:
+        """The same of the names of arrays that were given; ``inplace``: the call asks for its states to be written."""
+        there = set(given)
+        read_only = "initial_state" if "write_pool" in there else ""
+        names = [
+            a.name for a in self.array_arguments if a.writable and a.name in there and a.name != read_only
+        ]
+        states = [name for name in names if name != "out"] if inplace else []
+        return (*[name for name in names if name == "out"], *states)
 
     def features_used(
         self, arrays: Iterable[str], options: Mapping[str, Any], gate: str, grouped: bool
@@ -131,6 +165,20 @@ class OpDef:
         if grouped:
             used.add(GROUPED_VALUE_HEADS)
         return frozenset([name for name in used if name is not None])
+
+
+def arrays_of(op: str, argument: str, given: Any, count: int) -> Any:
+    """The arrays of an argument that is a tuple of them; None for each where it is None.
+
+    Raises:
+        ContractError: it is no tuple of so many.
+    """
+    if given is None:
+        return (None,) * count
+    if not isinstance(given, (tuple, list)) or len(given) != count:
+        got = f"{len(given)} arrays" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        raise ContractError(op, argument, got, f"a tuple of {count} arrays")
+    return given
 
 
 GROUPED_VALUE_HEADS = "grouped_value_heads"

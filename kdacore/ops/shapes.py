@@ -9,6 +9,7 @@ dims, ``N`` sequences, ``C`` tokens of a chunk. Some axes stand for none, one or
 - ``slots``: columns of two-dimensional ``state_indices``; none where they have one dimension.
 - ``write_slots``: the same of ``write_indices``; ``write_rows``: rows of ``write_pool``.
 - ``checkpoints``: states kept at chosen tokens.
+- ``record_rows``: rows of the records of candidates; ``records``: records in each.
 - ``chunks``: chunks of all sequences together; ``offsets``: ``N + 1``.
 """
 
@@ -19,7 +20,7 @@ from typing import Literal, get_args
 
 Axis = Literal[
     "B", "T", "H", "HV", "K", "V", "N", "C", "gate", "state", "rows", "slots", "write_slots", "write_rows",
-    "checkpoints", "chunks", "offsets",
+    "checkpoints", "record_rows", "records", "chunks", "offsets",
 ]  # fmt: skip
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -42,6 +43,11 @@ SHAPES: dict[str, tuple[Axis, ...]] = {
     "write_pool": ("write_rows", "HV", "state"),
     "checkpoint_offsets": ("checkpoints",),
     "checkpoint_indices": ("checkpoints",),
+    "record_update": ("record_rows", "records", "HV", "V"),
+    "record_key": ("record_rows", "records", "H", "K"),
+    "record_decay": ("record_rows", "records", "HV", "gate"),
+    "record_indices": ("N",),
+    "num_replayed": ("N",),
     "gc": ("B", "T", "HV", "K"),
     "Aqk": ("B", "T", "HV", "C"),
     "Akk": ("B", "T", "HV", "C"),

@@ -30,6 +30,17 @@ def to_float64(array: Any) -> F64:
     return np.array(to_numpy(array), dtype=np.float64)
 
 
+def rounded(x: Any, dtype: str) -> Any:
+    """``x`` rounded to ``dtype``, to nearest even, as float64."""
+    if dtype == "bfloat16":
+        with np.errstate(over="ignore"):  # gate inputs may be infinite
+            word: Any = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+        word = (word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000
+        return word.astype(np.uint32).view(np.float32).astype(np.float64)
+    with np.errstate(over="ignore"):  # gate inputs may be infinite
+        return np.asarray(x).astype(dtype).astype(np.float64)
+
+
 def to_int64(array: Any) -> I64:
     """The values of an integer ``array`` as int64."""
     return np.array(to_numpy(array), dtype=np.int64)

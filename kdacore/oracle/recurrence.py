@@ -22,7 +22,8 @@ from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, StateRows, state_ro
 from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
 from kdacore.oracle.host_values import F64, I64, to_float64, to_int64, to_offsets
 from kdacore.oracle.input_transforms import beta_backward, beta_forward, qk_l2norm_backward, qk_l2norm_forward
-from kdacore.types import InputGrads, OutputGrads, Outputs, Request
+from kdacore.oracle.records import keep, records_of, replayed
+from kdacore.types import CommitOutputs, InputGrads, OutputGrads, Outputs, Request
 
 SEGMENT = 64
 """Tokens whose states the backward keeps at once; the rest is recomputed from one state per
@@ -161,26 +162,55 @@ def oracle_forward(request: Request, inputs: Any) -> Outputs:
     Returns:
         ``o`` ``[B, T, HV, V]``, zero at tokens that are not read; ``final_state`` when requested, and always
         with ``inplace_state``, where it is the whole pool that is written (``write_pool``, or the whole
-        ``initial_state``) as it should be afterwards; ``checkpoints`` when requested.
+        ``initial_state``) as it should be afterwards; ``checkpoints`` when requested; ``written`` the records
+        as they should be afterwards, whatever the kind of the arrays.
     """
     rows, lengths, states = layout_of(request, inputs)
     x = _prepare(request, _only_read(inputs, rows), rows)
     o = np.zeros(x.v.shape)
     S = _initial(request, inputs, states.read)
+    records = None if states.records is None else records_of(inputs)
+    if records is not None:
+        S = first = replayed(request, records, states, S)
     checkpoints = _Checkpoints(request, lengths)
     pool = _Pool(request, inputs, lengths, states)
     for t, before, after, o_t in _steps(S, x):
         checkpoints.record(t, before)
         pool.record(t, before, after)
         o[:, t] = request.scale * o_t
+        if records is not None:
+            keep(request, records, states, t, rows[:, t] >= 0, *_effect(before, x, t))
         S = after
+    if records is not None:
+        S = np.where((states.records != ZEROS)[:, None, None, None], first, S)
     final = None
     if request.inplace_state:
         final = pool.finish(S)
     elif request.output_final_state:
         final = np.ascontiguousarray(_to_kv(S, request))
     o = _scatter(o, rows, (request.B, request.T))
-    return Outputs(o=o, final_state=final, checkpoints=checkpoints.finish())
+    return Outputs(
+        o=o, final_state=final, checkpoints=checkpoints.finish(), written=() if records is None else records
+    )
+
+
+def oracle_commit(request: Request, inputs: Any) -> CommitOutputs:
+    """``commit_records``: the whole pool as it should be afterwards, float64."""
+    given = {name: getattr(inputs, name, None) for name in INDEX_VALUES}
+    values = {name: to_int64(x) for name, x in given.items() if x is not None}
+    states = state_rows(request, values, np.zeros(request.N, np.int64))
+    S = replayed(request, records_of(inputs), states, _initial(request, inputs, states.read))
+    pool = to_float64(inputs.initial_state)
+    named = states.final != ZEROS
+    pool[states.final[named]] = _to_kv(S, request)[named]
+    return CommitOutputs(pool)
+
+
+def _effect(before: F64, x: Tokens, t: int) -> tuple[F64, F64, F64]:
+    """What token ``t`` adds to the states, times the key; the key; the decay."""
+    decay, k = x.decay[:, t], x.k[:, t]
+    error = x.v[:, t] - (k[..., :, None] * (decay[..., :, None] * before)).sum(-2)
+    return x.beta[:, t][..., None] * error, k, decay
 
 
 class _Checkpoints:

@@ -18,8 +18,8 @@ from kdacore.types import ArrayKind
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_TOKENS = {"chunk": 70, "recurrent": 5, "gate": 70, "stage": 70}
-_FEWER = {"chunk": 64, "recurrent": 1, "gate": 64, "stage": 64}
+_TOKENS = {"chunk": 70, "recurrent": 5, "commit": 1, "gate": 70, "stage": 70}
+_FEWER = {"chunk": 64, "recurrent": 1, "commit": 1, "gate": 64, "stage": 64}
 _STATE = {"output_final_state": True}
 _PRESETS: tuple[Options, ...] = (
     options(**_STATE),
@@ -79,6 +79,8 @@ def start(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Ca
         case = replace(case, index_dtype="int32")
     if case.family == "stage":
         case = replace(case, A_log=False, dt_bias="")
+    if case.family == "commit":
+        case = replace(case, pool="records", options=())
     if dtype == "float64":
         wide = dict.fromkeys(("gate_dtype", "beta_dtype", "bias_dtype", "state_dtype"), dtype)
         case = replace(case, **wide)  # type: ignore[arg-type]
@@ -88,7 +90,7 @@ def start(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Ca
 def _presets(case: Case) -> tuple[Options, ...]:
     if case.family == "gate":
         return ((), options(lower_bound=-5.0))
-    return ((),) if case.family == "stage" else _PRESETS
+    return ((),) if case.family in ("stage", "commit") else _PRESETS
 
 
 @functools.cache

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kdacore.calls.arrays import Values, host_values, rounded
+from kdacore.calls.arrays import Values, host_values
 from kdacore.ops import OPS
+from kdacore.oracle.host_values import rounded
 from kdacore.testing.cases import Case
 from kdacore.testing.serving import request_of
 from kdacore.types import OutputGrads, Request
@@ -75,6 +76,8 @@ def _expected(case: Case) -> Values:
             "kda_chunk_output": stages.oracle_chunk_output,
         }
         return named_results(case, of_stage[case.op](request, inputs))
+    if case.family == "commit":
+        return named_results(case, recurrence.oracle_commit(request, inputs))
     return named_results(case, recurrence.oracle_forward(request, inputs))
 
 
@@ -84,9 +87,20 @@ def named_results(case: Case, result: Any) -> Values:
         return {"log_decay": result}
     if not isinstance(result, tuple):
         return {"gc" if case.op == "kda_chunk_gate" else "o": result}
+    if case.family == "commit":
+        return {"final_state": result[0]}
     named: Values = result._asdict()  # type: ignore[attr-defined]
     named.pop("saved", None)
+    named |= zip(written_arguments(case), named.pop("written", ()), strict=False)
     return {k: v for k, v in named.items() if v is not None}
+
+
+def written_arguments(case: Case) -> tuple[str, ...]:
+    """Arguments that the call writes beside ``out`` and its pool, in the order of the op's arrays."""
+    given = [name for name in OPS[case.op].arrays if case.gives(name)]
+    use = case.pool_use
+    written = OPS[case.op].written_of(given, use is not None and use.inplace)
+    return tuple([name for name in written if name not in ("out", "initial_state", "write_pool")])
 
 
 def weights(case: Case) -> Weights:

@@ -74,7 +74,9 @@ def written(case: Case) -> tuple[str, ...]:
     """Arguments that the call writes."""
     pool = case.pool_use
     state = () if pool is None or not pool.inplace else ("write_pool" if pool.separate else "initial_state",)
-    return (*(("out",) if case.out else ()), *state)
+    records = ("record_update", "record_key", "record_decay") if pool is not None and pool.records else ()
+    beside = records if case.family != "commit" else ()
+    return (*(("out",) if case.out else ()), *state, *beside)
 
 
 def faults_of(case: Case) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def _options(case: Case, v: Variation) -> dict[str, Any]:
     changes = dict(v.options)
     pool = case.pool_use
     if pool is not None:
-        changes.update(pool.options)
+        changes.update({n: x for n, x in pool.options.items() if x is None or n in OPS[case.op].options})
         if pool.read_only:
             changes["output_final_state"] = None
     if case.check in ("gradient_causality", "gradient_causality_append"):
@@ -166,7 +166,8 @@ def is_meaningful(case: Case) -> bool:
         return False
     pool = case.pool_use
     if case.kind == "jax":
-        unasked = pool is not None and pool.inplace and not case.option("output_final_state", False)
+        returns_states = case.family == "commit" or case.option("output_final_state", False)
+        unasked = pool is not None and pool.inplace and not returns_states
         if case.layout != "contiguous" or case.out or unasked or case.check == "uninitialised":
             return False
         if pool is not None and pool.strided:

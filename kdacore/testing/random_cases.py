@@ -141,7 +141,7 @@ def _sizes(case: Case, rng: Any, level: Level) -> Case:
 
 
 def _packing(case: Case, rng: Any, level: Level) -> Case:
-    if case.family == "gate" or rng.random() < 0.5:
+    if case.family in ("gate", "commit") or rng.random() < 0.5:
         return case
     lengths = rng.multinomial(case.shape.T, rng.dirichlet(np.ones(int(rng.integers(1, 8)))))
     padding = pick(rng, 0, int(rng.integers(1, 80)))
@@ -152,6 +152,8 @@ def _packing(case: Case, rng: Any, level: Level) -> Case:
 
 
 def _gate(case: Case, rng: Any, level: Level) -> Case:
+    if case.family == "commit":
+        return replace(case, one_decay=bool(rng.random() < 0.5))
     case = replace(case, gates=pick(rng, "random", "random", "init", "slow", "zero", "floor", "mixed"))
     if case.family == "gate":
         return case.having(lower_bound=pick(rng, None, -5.0, -2.0))
@@ -169,7 +171,7 @@ def _gate(case: Case, rng: Any, level: Level) -> Case:
 
 
 def _norms(case: Case, rng: Any, level: Level) -> Case:
-    if case.family == "gate":
+    if case.family in ("gate", "commit"):
         return case
     if rng.random() < 0.5:
         case = case.having(use_qk_l2norm_in_kernel=pick(rng, None, True))
@@ -194,7 +196,9 @@ def _dtypes(case: Case, rng: Any, level: Level) -> Case:
 def _state(case: Case, rng: Any, level: Level) -> Case:
     if case.family == "gate":
         return case
-    case = case.having(state_v_first=pick(rng, None, True), output_final_state=pick(rng, None, True, True))
+    case = case.having(state_v_first=pick(rng, None, True))
+    if case.family != "commit":
+        case = case.having(output_final_state=pick(rng, None, True, True))
     state_dtype = "bfloat16" if rng.random() < 0.2 and representable(case.kind, "bfloat16") else "float32"
     case = replace(case, initial_state=bool(rng.random() < 0.6), state_dtype=state_dtype)
     if case.family == "chunk":
@@ -208,7 +212,7 @@ _CHANGES = (_sizes, _packing, _gate, _norms, _dtypes, _state, draw_memory)
 
 def _check(case: Case, rng: Any, differentiable: bool) -> Case:
     """What is measured: a pool call, gradients where the base has them, or the forward results."""
-    if rng.random() < {"recurrent": 0.5, "chunk": 0.4}.get(case.family, 0.0):
+    if rng.random() < {"recurrent": 0.5, "chunk": 0.4, "commit": 1.0}.get(case.family, 0.0):
         return draw_pool(case, rng)
     differentiable = differentiable and rng.random() < 0.6
     return replace(case, check="gradients" if differentiable else "accuracy")

@@ -7,35 +7,37 @@ from typing import Any
 
 from kdacore.calls.pools import POOLS, Pool
 from kdacore.calls.values import Shape
+from kdacore.ops import OPS
 from kdacore.testing.cases import Case
 from kdacore.testing.random_parts import pick
 
 _NAMED = 0.4
 """Share of the calls that use pools in one of the ways of the suite."""
 _MOST_CANDIDATES = 16
-"""Tokens of a sequence with ``read_only_state``."""
+"""Tokens of a sequence with ``read_only_state``, or with records."""
 
 
 def draw_pool(case: Case, rng: Any) -> Case:
     """The case as a call on pools, of a recurrent or chunked op."""
     if case.family == "chunk" and rng.random() < 0.5:  # checkpoints at chosen tokens need B == 1
         case = replace(case, shape=replace(case.shape, B=1))
-    if rng.random() < _NAMED:
+    if case.family == "commit" or rng.random() < _NAMED:
         pool = POOLS[pick(rng, *[name for name, p in POOLS.items() if _fits(p, case)])]
     else:
         pool = _any(case, rng)
     case = with_pool(case, pool)
-    out = bool(case.kind != "jax" and rng.random() < 0.2)
+    out = bool(case.kind != "jax" and "out" in OPS[case.op].arrays and rng.random() < 0.2)
     return replace(case, out=out)
 
 
 def with_pool(case: Case, pool: Pool) -> Case:
     """The case as a call that uses pools in this way."""
-    changes = pool.options
-    if pool.read_only:
+    changes = {n: x for n, x in pool.options.items() if x is None or n in OPS[case.op].options}
+    if pool.read_only or pool.records:
         case = replace(case, shape=_at_most(case.shape, _MOST_CANDIDATES))
+    if pool.read_only:
         changes["output_final_state"] = None
-    elif case.kind == "jax":
+    elif case.kind == "jax" and case.family != "commit":
         changes["output_final_state"] = True
     return replace(case.having(**changes), check="pool", pool=pool)
 
@@ -71,6 +73,7 @@ def _any(case: Case, rng: Any) -> Pool:
         writes=writes,
         separate=separate,
         checkpoints=_may_checkpoint(case, indices, inplace, separate) and chance(0.6),
+        records=recurrent and inplace and indices == 1 and writes < 2 and chance(0.4),
     )
 
 

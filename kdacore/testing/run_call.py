@@ -17,7 +17,7 @@ from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.registry import REGISTRY
 from kdacore.testing.cases import Case
 from kdacore.testing.compare import Findings
-from kdacore.testing.expected import named_results
+from kdacore.testing.expected import named_results, written_arguments
 from kdacore.types import OutputGrads
 
 Arrays = dict[str, Any]
@@ -57,12 +57,19 @@ def _autocast(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 def _plain(case: Case, arrays: Arrays) -> dict[str, Any]:
-    result = public_function(case.op)(**arrays, **dict(case.options), backend=case.backend)
+    given = OPS[case.op].keywords(arrays)
+    result = public_function(case.op)(**given, **dict(case.options), backend=case.backend)
     return _named(case, result)
 
 
 def _named(case: Case, result: Any) -> dict[str, Any]:
-    if case.family in ("chunk", "recurrent"):
+    if case.family == "commit":
+        return {"final_state": result}
+    if case.family == "recurrent":
+        found = {n: x for n, x in zip(("o", "final_state"), result, strict=False) if x is not None}
+        written = result[2] if len(result) > 2 else ()
+        return found | dict(zip(written_arguments(case), written, strict=len(result) > 2))
+    if case.family == "chunk":
         names = ("o", "final_state", "checkpoints")
         return {n: x for n, x in zip(names, result, strict=False) if x is not None}
     return named_results(case, result)
@@ -86,7 +93,7 @@ def _compiled(case: Case, arrays: Arrays) -> dict[str, Any]:
     function, given = public_function(case.op), {**dict(case.options), "backend": case.backend}
 
     def call(arrays: Arrays) -> Any:
-        return function(**arrays, **given)
+        return function(**OPS[case.op].keywords(arrays), **given)
 
     return _named(case, torch.compile(call, fullgraph=True, backend="aot_eager")(arrays))
 

@@ -197,6 +197,7 @@ _PARTS: Mapping[str, frozenset[str]] = {
         {"indexed", "indexed_negative", "inplace", "inplace_negative", "fresh", "checkpoints"}
     ),
     "recurrent": frozenset(),
+    "commit": frozenset(),
 }
 """Ways of using pools that are parts of others: the full suite has them."""
 
@@ -211,7 +212,7 @@ def _pools(family: str, shape: Mapping[str, Any], *each_kind: str, **rest: Any) 
             pool=name,
             shape={**shape, **({"V": "2K"} if suffix else {})},
             options={
-                "output_final_state": None if pool.read_only else True,
+                "output_final_state": None if pool.read_only or family == "commit" else True,
                 "state_v_first": True if suffix else None,
             },
             **rest,
@@ -337,6 +338,11 @@ RECURRENT = [
     _v("moved_pack", "once", "pool", pool="moved", shape=_SERVED_TOKENS, index_dtype="int32"),
     _v("candidates_pack", "once", "pool", pool="candidates_moved", shape=_SERVED_TOKENS),
     _v("candidates_other_pack", "full", "pool", pool="candidates_other_pool", shape=_SERVED_TOKENS),
+    _v("records_pack", "once", "pool", pool="records", shape=_SERVED_TOKENS, index_dtype="int32"),
+    _v("records_model", "dtype", "pool", pool="records", shape={"B": 5, "T": 4, "HV": 4, "V": "2K"},
+       options={**MODEL, "state_v_first": True, "output_final_state": True}),
+    _v("records_bf16", "once", "pool", pool="records_moved", shape={"B": 5, "T": 3}, state_dtype="bfloat16"),
+    _v("records_strided", "once", "pool", pool="records", shape={"B": 5, "T": 3, "HV": 4}, layout="padded"),
     _v("indexed_pack", "once", "pool", pool="indexed_null", shape=_SERVED_TOKENS),
     _v("inplace_decode", "dtype", "pool", pool="inplace_negative", shape={"B": 5, "T": 1},
        options={**MODEL, "output_final_state": True}, state_dtype="float32"),
@@ -368,6 +374,7 @@ RECURRENT = [
     _v("", "once", "uninitialised", shape={"lengths": (3, 0, 1, 5)}, initial_state=True, **HARD),
     _v("jit", "everywhere", mode="jit", initial_state=True),
     _v("jit_pool", "kind", "pool", mode="jit", pool="inplace_negative", shape={"B": 5, "T": 2}),
+    _v("jit_records", "kind", "pool", mode="jit", pool="records", shape=_SERVED_TOKENS),
     _v("jit_candidates", "kind", "pool", mode="jit", pool="candidates_moved", shape=_SERVED_TOKENS),
     _v("compile", "full", mode="compile"),
     _v("compile_pool", "full", "pool", mode="compile", pool="moved", shape={"B": 4, "T": 2}),
@@ -376,6 +383,20 @@ RECURRENT = [
     _v("", "once", "graph", shape=_DECODE, initial_state=True),
     _v("decode_pool", "once", "graph", pool="inplace_null", shape={"B": 6, "T": 1}),
     _v("candidates", "once", "graph", pool="candidates_moved", shape=_SERVED_TOKENS),
+    _v("records", "once", "graph", pool="records", shape=_SERVED_TOKENS),
+]  # fmt: skip
+
+COMMIT = [
+    *_pools("commit", {"B": 6, "T": 3}, "records"),
+    _v("model", "kind", "pool", pool="records", shape={"B": 5, "T": 4, "HV": 4, "V": "2K"},
+       options={"state_v_first": True}, index_dtype="int32"),
+    _v("one_decay", "kind", "pool", pool="records_moved", shape={"B": 7, "T": 3, "HV": 4}, one_decay=True),
+    _v("bf16", "once", "pool", pool="records", shape={"B": 5, "T": 4}, state_dtype="bfloat16"),
+    _v("K60_V100", "once", "pool", pool="records", shape={"B": 3, "T": 4, "K": 60, "V": 100}),
+    _v("strided", "once", "pool", pool="records", shape={"B": 3, "T": 4, "HV": 4}, layout="padded"),
+    _v("jit", "kind", "pool", mode="jit", pool="records", shape={"B": 5, "T": 3}),
+    _v("compile", "full", "pool", mode="compile", pool="records", shape={"B": 5, "T": 3}),
+    _v("graph", "once", "graph", pool="records", shape={"B": 6, "T": 3}),
 ]  # fmt: skip
 
 _BOUNDED = {"lower_bound": -5.0}
@@ -451,7 +472,7 @@ def variations_of(op: str, family: str) -> list[Variation]:
     if family == "stage":
         extra = {"kda_chunk_gate": STAGE_GATE, "delta_rule_chunk_state": STAGE_STATE}
         return [*STAGE, *extra.get(op, [])]
-    found = {"chunk": CHUNK, "recurrent": RECURRENT, "gate": GATE}[family]
+    found = {"chunk": CHUNK, "recurrent": RECURRENT, "commit": COMMIT, "gate": GATE}[family]
     return [*found, *_flags_not_named(op, found)]
 
 

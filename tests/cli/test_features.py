@@ -41,7 +41,8 @@ def test_the_reference_serves_everything_but_tracing() -> None:
 
 
 def writes_elsewhere(request: Request) -> bool:
-    return bool(request.write_indices_ndim or request.write_pool_size or request.checkpoint_count)
+    more = request.write_indices_ndim or request.write_pool_size or request.checkpoint_count
+    return bool(more or request.has("record_update"))
 
 
 @pytest.mark.first_cases(8)
@@ -64,6 +65,7 @@ def writes_elsewhere(request: Request) -> bool:
         ("rows to write, one a token", lambda r: r.write_indices_ndim == 2),
         ("pool to write", lambda r: bool(r.write_pool_size)),
         ("checkpoints at chosen tokens", lambda r: bool(r.checkpoint_count)),
+        ("records of candidates", lambda r: r.has("record_update") and r.op != "commit_records"),
         ("accepted tokens", lambda r: r.state_indices_ndim == 2),
         ("read-only pool", lambda r: r.read_only_state),
         ("K = V = 256", lambda r: r.K == 256),

@@ -43,12 +43,14 @@ def test_every_option_and_array_is_a_switch(op: str) -> None:
     switches = vars(parser.parse_args([]))
     optional = [name for name in description.OPTIONAL_ARRAYS if name in OPS[op].arrays]
     wanted = {*OPS[op].options, *optional}
-    # Given where --use-gate-in-kernel asks for the gate, and beside --checkpoint-offsets.
+    # Given where --use-gate-in-kernel asks for the gate, beside --checkpoint-offsets, and with --records.
     implied = {"A_log", "dt_bias", "checkpoint_indices"}
+    implied |= {a.name for a in OPS[op].array_arguments if a.feature == "records" or a.part_of}
+    implied |= {"record_indices", "num_replayed"}
     assert wanted - implied - call_arguments.NOT_SWITCHES <= set(switches)
 
 
-@pytest.mark.parametrize("family", ["chunk", "recurrent", "gate", "stage"])
+@pytest.mark.parametrize("family", ["chunk", "recurrent", "commit", "gate", "stage"])
 def test_every_option_and_array_is_in_the_matrix(family: str) -> None:
     ops = [op for op in OPS if OPS[op].family == family]
     asked: set[str] = set()
@@ -64,7 +66,7 @@ def test_every_option_and_array_is_in_the_matrix(family: str) -> None:
 def test_every_option_and_array_is_drawn() -> None:
     drawn: set[str] = set()
     for calls in CALLS:
-        for seed in range(120):
+        for seed in range(160):
             case = random_case("reference", seed, "cpu", "quick", calls)
             drawn |= set(dict(case.options)) | set(specs(case))
     wanted = {name for op in OPS.values() for name in (*op.options, *op.arrays)}
@@ -74,7 +76,7 @@ def test_every_option_and_array_is_drawn() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_arrays_are_as_described(op: str) -> None:
     call = CallDescription(op=op, shape=Shape(1, 11, 1, 2, 8, 12, (4, 0, 5), 2), seed=3)
-    if OPS[op].family == "gate":
+    if OPS[op].family in ("commit", "gate"):
         call = replace(call, shape=Shape(2, 9, 1, 2, 8, 12))
     if op == "delta_rule_chunk_state":
         call = replace(call, initial_state=True)

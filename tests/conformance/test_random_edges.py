@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kdacore import machine
-from kdacore.calls.description import options
+from kdacore.calls.description import options, specs
 from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape, offsets
 from kdacore.errors import ContractError
@@ -191,7 +191,8 @@ def test_views_whose_negation_is_ignored_fail(monkeypatch: pytest.MonkeyPatch) -
 
         return original(case, {n: torch._neg_view(x) if x.is_neg() else x for n, x in given.items()})
 
-    cases = (c for c in with_trait("lazily negated views") if c.check == "accuracy" and "k" in c.negated)
+    views = with_trait("lazily negated views")  # of one array: the signs of two may cancel
+    cases = (c for c in views if c.check == "accuracy" and len({"q", "k", "v"} & {*c.negated}) == 1)
     case = next(cases)
     assert run_case(case).status == "served"
     monkeypatch.setattr(accuracy, "forward", ignores)
@@ -244,7 +245,7 @@ def ends_in_a_raw_error(case: Case, given: dict[str, Any]) -> None:
 def test_a_call_that_is_refused_badly_fails(
     monkeypatch: pytest.MonkeyPatch, kind: str, fault: Any, said: str
 ) -> None:
-    found = (c for c in with_trait(REFUSED + kind) if c.family != "gate" and c.fault != "saved:v")
+    found = (c for c in with_trait(REFUSED + kind) if "v" in specs(c) and c.fault != "saved:v")
     case = next(found)
     case = replace(case, fault="offsets:wraps" if kind == "offsets" else case.fault, seed=case.seed * 3 + 1)
     monkeypatch.setattr(refusal, "forward", fault)

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdacore.calls.arrays import host_values, rounded
+from kdacore.calls.arrays import host_values
 from kdacore.calls.description import options, specs
 from kdacore.calls.values import GATES, Shape, to_kind
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, STAGES
+from kdacore.oracle.host_values import rounded
 from kdacore.selfcheck.bounds import bound, rounds_to_tf32
 from kdacore.testing import random_cases, random_parts, random_stages
 from kdacore.testing import verify as verification

@@ -92,13 +92,15 @@ def test_a_new_option_is_checked_by_its_definition(chunk_with_a_new_option: OpDe
 def test_public_signatures_are_those_of_the_definitions(op: str) -> None:
     definition, parameters = OPS[op], inspect.signature(public(op)).parameters
     named = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-    assert set(named) == {*definition.arrays, *definition.options, "backend"}
+    arrays = {a.part_of or a.name: a.required for a in definition.array_arguments}
+    assert set(named) == {*arrays, *definition.options, "backend"}
     for name, parameter in named.items():
-        required = name in definition.required
+        required = arrays.get(name, False)
         kind = parameter.POSITIONAL_OR_KEYWORD if required else parameter.KEYWORD_ONLY
         assert parameter.kind is kind, name
         assert parameter.default == (parameter.empty if required else definition.defaults.get(name)), name
-    assert tuple(parameters)[: len(definition.required)] == definition.required
+    wanted = [name for name, required in arrays.items() if required]
+    assert list(parameters)[: len(wanted)] == wanted
 
 
 WHOLE_OPS = [op for op, definition in OPS.items() if definition.family in ("chunk", "recurrent")]
@@ -166,7 +168,7 @@ def test_arguments_travel_in_the_order_of_the_definitions(op: str, monkeypatch: 
 
     monkeypatch.setattr(dispatch, "call", record)
     monkeypatch.setattr(parallel_call, "call", record)
-    public(op)(**marks, backend="<backend>")
+    public(op)(**definition.keywords(marks), backend="<backend>")
     assert seen[0] is definition and seen[3] == "<backend>"
     assert tuple(seen[1]) == tuple(marks[n] for n in definition.arrays)
     assert tuple(seen[2]) == tuple(marks[n] for n in definition.options)

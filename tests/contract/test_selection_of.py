@@ -43,10 +43,10 @@ def test_it_is_what_the_call_has(op: str, kind: Any) -> None:
 def test_arguments_are_bound_as_by_the_public_function() -> None:
     for op, definition in OPS.items():
         marks = {name: f"<{name}>" for name in (*definition.arrays, *definition.options)}
-        arrays, options, backend = binder(definition)(**marks, backend="<backend>")
+        arrays, options, backend = binder(definition)(**definition.keywords(marks), backend="<backend>")
         assert arrays == tuple(marks[n] for n in definition.arrays) and backend == "<backend>"
         assert options == tuple(marks[n] for n in definition.options)
-        required = [f"<{name}>" for name in definition.required]
+        required = [*definition.keywords({name: f"<{name}>" for name in definition.required}).values()]
         arrays, options, backend = binder(definition)(*required)
         assert options == tuple(definition.defaults.values()) and backend is None
         with pytest.raises(TypeError, match=rf"{op}\(\) missing 1 required"):

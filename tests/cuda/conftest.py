@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from guarded_memory import guard
 from program_launches import launches_of
 
 from kdacore_cuda.build import launch_sizes
+from kdacore_cuda.build.kernel_source import KernelSource, source_key
+from kdacore_cuda.build.packaged_cubins import find_packaged
 from kdacore_cuda.fitted_head_dims import fitted_request
 from kdacore_cuda.runtime import executor, torch_launch
 from kdacore_cuda.runtime.program import Program
@@ -34,6 +37,18 @@ def poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@cache
+def emulated_sizes(kernel: KernelSource, arch: str) -> launch_sizes.LaunchSizes:
+    """Those of the packaged kernel. Of one that is not packaged, as after a change of its sources, or for no
+    architecture, what the CPU's compiler sees."""
+    cubin = find_packaged(kernel, arch, source_key(kernel, arch)) if arch else None
+    return (
+        emulator.launch_sizes(kernel)
+        if cubin is None
+        else launch_sizes.read_launch_sizes(cubin, kernel.entry)
+    )
 
 
 @pytest.fixture
@@ -58,14 +73,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return start
 
-    # Sizes of kernels that are not packaged, as after a change of their sources, or for no architecture.
-    monkeypatch.setattr(launch_sizes, "compiled_sizes", lambda kernel, arch: emulator.launch_sizes(kernel))
-    plain = launch_sizes.launch_sizes
-    monkeypatch.setattr(
-        launch_sizes,
-        "launch_sizes",
-        lambda kernel, arch: plain(kernel, arch) if arch else emulator.launch_sizes(kernel),
-    )
+    monkeypatch.setattr(launch_sizes, "launch_sizes", emulated_sizes)
     fitted_request.cache_clear()  # plans go by request, and hold what made their launches
     monkeypatch.setattr(executor, "start_of", start_of)
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)

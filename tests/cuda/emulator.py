@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from kdacore_cuda import kernel_parameters
-from kdacore_cuda.build.cubin_contents import LaunchSizes
 from kdacore_cuda.build.kernel_source import CSRC, EVERY_LANE, KernelSource, gather_headers
+from kdacore_cuda.build.launch_sizes import LaunchSizes
 from kdacore_cuda.kernel_parameters import ParamStruct
 
 HERE = Path(__file__).parent / "emulation"
@@ -59,6 +59,7 @@ extern "C" const char* run({params} p, int grid, int cluster, int threads, int s
   emu::dispatch = dispatch;
   emu::starved = starved;
   emu::left_operands_stay = {stay};
+  emu::operands_are_f16 = {f16};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
 extern "C" size_t kept_bytes() {{ return emu::kept_bytes; }}
@@ -100,8 +101,9 @@ def _build(kernel: KernelSource, params: ParamStruct, *more: str) -> ctypes.CDLL
         )
         else "false"
     )
+    f16 = "true" if kernel.macros.get("HALF_F16") else "false"
     text = _RUNNER.format(
-        path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay
+        path=kernel.path, params=params.name, entry=kernel.entry, offsets=offsets, stay=stay, f16=f16
     )
     headers = gather_headers((CSRC / kernel.path).read_text())
     flags = [*(f"-D{key}={value}" for key, value in kernel.macros.items()), *more]

@@ -41,7 +41,7 @@ def training(inputs: ChunkInputs, **options: Any) -> Request:
 def output_grads(r: Request, inputs: ChunkInputs, seed: int = 17) -> OutputGrads:
     """Random ones, of both results that a call has."""
     d = Draw(seed)
-    d_o, dtype = d.normal(*inputs.v.shape), getattr(torch, r.state_dtype)
+    d_o, dtype = d.normal(*inputs.v.shape, dtype=inputs.v.dtype), getattr(torch, r.state_dtype)
     return OutputGrads(d_o, d.normal(*r.state_shape, dtype=dtype) if r.output_final_state else None)
 
 

@@ -14,6 +14,7 @@ from pool_checks import check_pools, same_bits
 from server_model import Expected
 
 from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 
 NAN, OP = float("nan"), "chunk_gated_delta_rule"
@@ -21,11 +22,20 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def draw(
-    T: int, H: int = 1, HV: int = 2, B: int = 1, seed: int = 0, gate: str = "init", **arrays: Any
+    T: int,
+    H: int = 1,
+    HV: int = 2,
+    B: int = 1,
+    seed: int = 0,
+    gate: str = "init",
+    dims: tuple[int, int] = (128, 128),
+    of: torch.dtype = torch.bfloat16,
+    **arrays: Any,
 ) -> ChunkInputs:
-    d = Draw(seed)
+    """``dims``: K and V; ``of``: the dtype of 16-bit arrays."""
+    d, (K, V) = Draw(seed, of), dims
     gates = {n: x if n == "A_log" else x[..., 0] for n, x in d.gate(gate, B, T, HV, 1).items()}
-    q, k, v = d.normal(B, T, H, 128), d.normal(B, T, H, 128), d.normal(B, T, HV, 128)
+    q, k, v = d.normal(B, T, H, K), d.normal(B, T, H, K), d.normal(B, T, HV, V)
     return ChunkInputs(q, k, v, beta=d.normal(B, T, HV), **gates)._replace(**arrays)
 
 
@@ -37,8 +47,10 @@ def pack(
     return draw(sum(lengths) + padding, seed=sum(lengths), cu_seqlens=offsets, **more)
 
 
-def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return Draw(17).normal(*shape, 128, 128, dtype=dtype)
+def state(
+    *shape: int, dtype: torch.dtype = torch.float32, matrix: tuple[int, int] = (128, 128)
+) -> torch.Tensor:
+    return Draw(17).normal(*shape, *matrix, dtype=dtype)
 
 
 def run(inputs: ChunkInputs, **options: Any) -> Outputs:
@@ -79,3 +91,18 @@ def in_each_order(
         with monkeypatch.context() as patched:
             patched.setattr(emulator, "run", lambda *a, given=given, **k: plain(*a, **{**k, **given}))
             yield given
+
+
+WAYS = {
+    "before": ["chunk_records", "walk_records"],
+    "beside": ["chunk_records_beside", "walk_records_beside"],
+    "within": ["walk_making_records"],
+}
+"""The kernels of a forward that is not cut, by when its records are made."""
+
+
+def choose_records(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Calls are not cut, and have their records made so; before all walks if that is no other way of :data:`WAYS`."""
+    monkeypatch.setattr(choice, "most_cut", lambda count: 0)
+    monkeypatch.setattr(choice, "use_records_beside", lambda *given: way == "beside")
+    monkeypatch.setattr(choice, "use_records_within", lambda *given: way == "within")

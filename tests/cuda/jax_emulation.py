@@ -20,7 +20,6 @@ from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.jax import python_handler as ffi_callback
 from kdacore_cuda.jax import xla_handler
 from kdacore_cuda.kernel_parameters import ParamStruct
-from kdacore_cuda.runtime import driver
 from kdacore_cuda.runtime import program as programs
 from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.program import Launch, Program
@@ -133,7 +132,7 @@ def install(monkeypatch: Any, device: Device, handler: Handler, target: str) -> 
     monkeypatch.setattr(jax_devices, "multiprocessors", lambda index: MULTIPROCESSORS)
     monkeypatch.setattr(xla_handler, "TARGET", target)
     monkeypatch.setattr(xla_handler, "register", lambda: handler.executor)
-    monkeypatch.setattr(driver, "has_library", lambda: True)
+    monkeypatch.setattr(xla_handler, "_driver_missing", lambda: None)
 
 
 def native_handler(device: Device) -> Handler:

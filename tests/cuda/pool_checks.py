@@ -14,11 +14,18 @@ NAN = float("nan")
 
 
 def pool_of(
-    P: int, K: int = 64, dtype: torch.dtype = torch.float32, *, HV: int = 2, seed: int = 1
+    P: int,
+    K: int = 64,
+    dtype: torch.dtype = torch.float32,
+    *,
+    V: int | None = None,
+    HV: int = 2,
+    seed: int = 1,
 ) -> torch.Tensor:
-    """Rows that are not next to one another, with NaN between them."""
-    memory = torch.full((P, 3, HV, K, K), NAN, dtype=dtype)
-    memory[:, 1] = 0.3 * Draw(seed).normal(P, HV, K, K, dtype=dtype)
+    """Rows ``[HV, K, V]`` (V as K if not given) that are not next to one another, with NaN between them."""
+    matrix = (K, K if V is None else V)
+    memory = torch.full((P, 3, HV, *matrix), NAN, dtype=dtype)
+    memory[:, 1] = 0.3 * Draw(seed).normal(P, HV, *matrix, dtype=dtype)
     return memory[:, 1]
 
 

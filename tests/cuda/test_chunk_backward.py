@@ -12,7 +12,7 @@ from single_launches import launch_kernel, plan_of
 
 from kdacore.types import ChunkInputs, OutputGrads
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import launches
+from kdacore_cuda.forms.backward import kernels
 from kdacore_cuda.kernel_parameters import SUM_SCALE, TYPES
 from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
@@ -103,7 +103,7 @@ def test_sums_over_chunks_and_over_value_heads(emulated: list[str], norm: bool) 
     strides = dict(zip(("x_sb", "x_st", "x_sh"), x.stride(), strict=False))
     numbers = {name: plan.numbers[name] for name in ("T", "H", "HV", "flags")} | {"rows": 2 * 70 * 2}
     launch_kernel(
-        *(launches.groups_kernel(), -(-2 * 70 * 2 // 8), x, {"x": x, "part": part, "out": got}),
+        *(kernels.groups_kernel(), -(-2 * 70 * 2 // 8), x, {"x": x, "part": part, "out": got}),
         **strides,
         **numbers,
     )
@@ -122,7 +122,7 @@ def sum_chunks(inputs: ChunkInputs, parts: dict[str, torch.Tensor]) -> tuple[tor
     slots, HV = parts["dA_part"].shape
     types = {"A_type": TYPES["float32"], "bias_type": TYPES["float32"]}
     arrays = parts | {"d_A": A, "d_bias": bias}
-    launch_kernel(launches.sums_kernel(), HV, A, arrays, slots=slots, HV=HV, **types)
+    launch_kernel(kernels.sums_kernel(), HV, A, arrays, slots=slots, HV=HV, **types)
     return A, bias
 
 

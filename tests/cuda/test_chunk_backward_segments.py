@@ -24,6 +24,7 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE, KernelSource
 from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 from kdacore_cuda.forms.segments.segment_lengths import backward_segment_chunks
@@ -357,7 +358,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
     inputs = draw(330, initial_state=state(1, 1))
     found = []
     for warpgroups, blocks in ((1, 8), (2, 4)):
-        monkeypatch.setattr(chunk_backward_segments, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
+        monkeypatch.setattr(chunk_backward_kernels, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
         monkeypatch.setattr(chunk_backward_segments, "chain_blocks", lambda items, count, n=blocks: n)
         found.append(run(inputs, **BOUNDED_MODEL))
     assert [sum(part in name for name in emulated) for part in ("WARPGROUPS1", "WARPGROUPS2", "ROWS")] == [

@@ -27,8 +27,7 @@ from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.choice import Figures
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.choice_on_device import chosen
-from kdacore_cuda.forms.segments import kernels as chunk_forward_segments_kernels
-from kdacore_cuda.forms.segments import launches as segments_launches
+from kdacore_cuda.forms.segments import kernels as segments_kernels
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
 from kdacore_cuda.kernel_parameters import FLAGS
@@ -53,7 +52,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def compose(monkeypatch: pytest.MonkeyPatch, composes: bool) -> None:
     """Do output's blocks find start states themselves?"""
     monkeypatch.setattr(
-        segments_launches, "output_composes", lambda segments, blocks: composes and blocks == 2
+        segments_kernels, "output_composes", lambda segments, blocks: composes and blocks == 2
     )
 
 
@@ -194,7 +193,7 @@ def test_output(
     paired: bool,
 ) -> None:
     monkeypatch.setattr(
-        segments_launches, "output_is_paired", lambda items, blocks, composes: paired and blocks == 2
+        segments_kernels, "output_is_paired", lambda items, blocks, composes: paired and blocks == 2
     )
     inputs = CASES[case]()
     request = request_of("chunk_kda", inputs, output_final_state=True, checkpoint_every=64, **BOUNDED_MODEL)
@@ -234,7 +233,7 @@ def test_output_that_composes_start_states(
 ) -> None:
     """No launch chains segments; the same bits."""
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(segments_launches, "output_is_paired", lambda items, blocks, composes: paired)
+    monkeypatch.setattr(segments_kernels, "output_is_paired", lambda items, blocks, composes: paired)
     inputs, options = draw(T, B=1 + T % 2, seed=T), BOUNDED_MODEL | {"checkpoint_every": 64}
     chained = check(inputs, **options)
     compose(monkeypatch, True)
@@ -479,9 +478,9 @@ def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:
 
 
 def test_blocks_share_states_while_multiprocessors_are_idle() -> None:
-    assert [chunk_forward_segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
+    assert [segments_kernels.output_blocks(n, 132) for n in (1, 66, 67, 128)] == [2, 2, 1, 1]
     assert [chain_blocks(n, 132) for n in (1, 16, 17, 27)] == [8, 8, 4, 4]
-    paired = chunk_forward_segments_kernels.output_is_paired
+    paired = segments_kernels.output_is_paired
     assert [paired(n, 2, False) for n in (8, 9, 14, 15)] == [False, True, True, False]
     assert [paired(n, 2, True) for n in (3, 4, 14, 22)] == [False, True, True, True]
     assert not paired(12, 1, False)
@@ -491,7 +490,7 @@ def test_output_begins_early_where_the_chain_leaves_most_multiprocessors_idle(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 132)
-    early = [chunk_forward_segments_kernels.output_begins_early(8 * heads, 132) for heads in (1, 4, 5, 16)]
+    early = [segments_kernels.output_begins_early(8 * heads, 132) for heads in (1, 4, 5, 16)]
     assert early == [True, True, False, False]
     flag = FLAGS["EARLY_OUTPUT"]
     for heads in (2, 6):
@@ -510,7 +509,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 
     def outputs(multiprocessors: int, paired: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: multiprocessors)
-        monkeypatch.setattr(segments_launches, "output_is_paired", lambda items, blocks, composes: paired)
+        monkeypatch.setattr(segments_kernels, "output_is_paired", lambda items, blocks, composes: paired)
         got = run(inputs, output_final_state=True, **BOUNDED_MODEL)
         assert got.final_state is not None
         assert ("CLUSTER2" in emulated[-1]) == paired
@@ -598,9 +597,9 @@ def test_the_benchmark_cuts_segments_as_it_is_told(
 @pytest.mark.parametrize(
     "kernel",
     [
-        chunk_forward_segments_kernels.maps_kernel(),
-        *map(chunk_forward_segments_kernels.output_kernel, (1, 2)),
-        chunk_forward_segments_kernels.output_kernel(2, paired=True),
+        segments_kernels.maps_kernel(),
+        *map(segments_kernels.output_kernel, (1, 2)),
+        segments_kernels.output_kernel(2, paired=True),
     ],
 )
 def test_products_overlap(kernel: Kernel) -> None:

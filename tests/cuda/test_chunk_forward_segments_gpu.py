@@ -17,7 +17,7 @@ from forward_checks import check_against_the_oracle
 from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.segments import launches as segments_launches
+from kdacore_cuda.forms.segments import kernels as segments_kernels
 from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.gpu
@@ -136,7 +136,7 @@ def test_composed_start_states_have_the_bits_of_the_chain(
     composed = FormCall("segments", request(inputs, **options), inputs)
     assert "chain" not in composed.names
     got = segments_forward(request(inputs, **options), inputs)
-    monkeypatch.setattr(segments_launches, "output_composes", lambda segments, blocks: False)
+    monkeypatch.setattr(segments_kernels, "output_composes", lambda segments, blocks: False)
     chained = FormCall("segments", request(inputs, **options), inputs)
     assert "chain" in chained.names
     assert same(got, segments_forward(request(inputs, **options), inputs))

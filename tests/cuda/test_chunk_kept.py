@@ -25,12 +25,11 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
-from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
-from kdacore_cuda.forms.backward import launches as backward_launches
+from kdacore_cuda.forms.backward import kernels
 from kdacore_cuda.forms.backward.kernels import scan_kernel, scan_outputs_kernel, walk_warpgroups
+from kdacore_cuda.forms.backward.workspace import SAVED, saved_buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.saving_forward import launches as kept_launches
-from kdacore_cuda.forms.saving_forward import workspace as saving_forward
 from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_reference.oracle import oracle_backward
 
@@ -67,7 +66,7 @@ def recomputed(request: Request, inputs: ChunkInputs, do: torch.Tensor) -> dict[
     """The workspace as the backward's own prepare and scan leave it."""
     plan = plan_of(request)
     work = make_workspace(plan, inputs.q, *WORKSPACE)
-    launch(chunk_backward_kernels.prepare_kernel(plan.float_gate, plan.bounded), plan, inputs, work)
+    launch(kernels.prepare_kernel(plan.float_gate, plan.bounded), plan, inputs, work)
     launch(scan_kernel(1), plan, inputs, work | {"d_o": do})
     return work
 
@@ -95,7 +94,7 @@ def check(inputs: ChunkInputs, launched: list[str], *, gradients_too: bool = Tru
     (buffer,) = out.saved
     units = int(plan_of(request).numbers["units"])
     assert buffer.dtype == torch.uint8 and buffer.shape == (units * 133376,)
-    kept = {name: buffer[at:] for name, at in saving_forward.saved_buffer(units)[0].items()}
+    kept = {name: buffer[at:] for name, at in saved_buffer(units)[0].items()}
     assert grads.o is not None
     for name, x in recomputed(request, inputs, grads.o).items():
         if name in ("dh", "dr"):
@@ -179,8 +178,7 @@ def test_bits_do_not_depend_on_how_blocks_share_a_state(
     inputs = draw(200, initial_state=states(1, 1))
     found = []
     for warpgroups in (1, 2):
-        for module in (kept_launches, backward_launches):
-            monkeypatch.setattr(module, "walk_warpgroups", lambda *args, n=warpgroups: n)
+        monkeypatch.setattr(kernels, "walk_warpgroups", lambda *args, n=warpgroups: n)
         emulated.clear()
         found.append(run(kept_request(inputs, output_final_state=True), inputs))
         assert [f"WARPGROUPS{warpgroups}" in name for name in emulated[:4]] == [False, True, True, False]
@@ -316,10 +314,10 @@ def test_which_calls_keep_something(emulated: list[str], monkeypatch: pytest.Mon
 
 def test_memory() -> None:
     """Bytes of a chunk and value head: 2084 a token. The places are those of the buffer."""
-    places, size = saving_forward.saved_buffer(3)
+    places, size = saved_buffer(3)
     assert size == 3 * 133376 == 3 * 64 * 2084
-    assert list(places) == list(saving_forward.SAVED) and all(at % 256 == 0 for at in places.values())
-    assert saving_forward.saved_buffer(8192 * 64 // 64)[1] == 1092616192  # B1 T8192 H64
+    assert list(places) == list(SAVED) and all(at % 256 == 0 for at in places.values())
+    assert saved_buffer(8192 * 64 // 64)[1] == 1092616192  # B1 T8192 H64
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])

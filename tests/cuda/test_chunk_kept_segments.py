@@ -21,8 +21,9 @@ from kdacore_cuda import choice
 from kdacore_cuda.build.kernel_source import EVERY_LANE
 from kdacore_cuda.forms import chunk_forward
 from kdacore_cuda.forms.backward import gradients as chunk_backward
+from kdacore_cuda.forms.backward import kernels as chunk_backward_kernels
 from kdacore_cuda.forms.backward import segments as chunk_backward_segments
-from kdacore_cuda.forms.segments import launches as segments_launches
+from kdacore_cuda.forms.segments import kernels as segments_kernels
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.runtime import device_figures, torch_launch
@@ -143,7 +144,7 @@ def test_output_that_finds_start_states_keeps_them(
     out, grads = run(inputs, output_final_state=True)
     assert not any(name.startswith("chain-") for name in emulated)
     check_gradients(kept_request(inputs, output_final_state=True), inputs, grads)
-    monkeypatch.setattr(segments_launches, "output_composes", lambda segments, blocks: False)
+    monkeypatch.setattr(segments_kernels, "output_composes", lambda segments, blocks: False)
     chained, chained_grads = run(inputs, output_final_state=True)
     assert any(name.startswith("chain-") for name in emulated)
     assert torch.equal(out.o, chained.o)
@@ -205,7 +206,7 @@ def test_how_many_blocks_share_a_state_changes_no_bit(
 ) -> None:
     inputs, found = draw(330, initial_state=state(1, 1)), []
     for warpgroups, blocks in ((1, 8), (2, 4)):
-        monkeypatch.setattr(chunk_backward_segments, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
+        monkeypatch.setattr(chunk_backward_kernels, "walk_warpgroups", lambda walks, count, n=warpgroups: n)
         monkeypatch.setattr(chunk_backward_segments, "chain_blocks", lambda items, count, n=blocks: n)
         found.append(run(inputs)[1])
     same_gradients(*found)
@@ -310,8 +311,8 @@ def test_which_calls_keep() -> None:
     ):
         assert not keeps(other)
     assert not choice.saves_maps(dataclasses.replace(request, kind="jax"), 132)
-    use = choice.use_saved_maps
-    assert [use(n, 132) for n in (1, 12, 16, 17)] == [True] * 3 + [False]
+    calls = [dataclasses.replace(request, HV=heads) for heads in (1, 12, 16, 17)]
+    assert [choice.saves_maps(r, 132) for r in calls] == [True] * 3 + [False]
 
 
 def test_the_benchmark_times_what_a_call_launches(emulated: list[str]) -> None:

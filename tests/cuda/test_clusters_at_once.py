@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -16,7 +17,6 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.fused import launches as fused
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.forms.fused.workspace import cut_states_bytes
-from kdacore_cuda.jax import devices as jax_devices
 from kdacore_cuda.kernel_parameters import CHUNK_FORWARD
 from kdacore_cuda.runtime import device_figures, torch_launch
 from kdacore_cuda.runtime.driver import DriverError
@@ -91,8 +91,15 @@ def test_the_driver_is_asked_once_for_a_kernel_and_device(stub: Stub) -> None:
 
 def test_nobody_is_asked_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for library in (torch_launch, jax_devices):
-        assert library.clusters_at_once(kernel(4), "sm_90a", 0) == 0
+    assert torch_launch.clusters_at_once(kernel(4), "sm_90a", 0) == 0
+
+
+def test_nobody_is_asked_for_a_program_of_jax() -> None:
+    d = Draw(0)
+    tokens = {name: d.normal(1, 4, 1, 64) for name in ("q", "k", "v")}
+    inputs = ChunkInputs(**tokens, beta=d.normal(1, 4, 1), **d.gate("random", 1, 4, 1, 64))
+    r = dataclasses.replace(request_of("chunk_kda", inputs, **BOUNDED_MODEL), kind="jax")
+    assert device_figures.clusters_at_once(r, kernel(4), "sm_90a") == 0
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def check_gradients(op: str, inputs: ChunkInputs, **options: Any) -> InputGrads:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("K", "V"), [(96, 192), (128, 256), (64, 320), (128, 64)])
+@pytest.mark.parametrize(("K", "V"), [(96, 192), (128, 256), (64, 320), (128, 72)])
 def test_forward(emulated: list[str], op: str, K: int, V: int) -> None:
     """Also checkpoints, and states in both layouts."""
     check_forward(op, draw(op, K, V, 90), checkpoint_every=64)
@@ -80,7 +80,7 @@ def test_forward(emulated: list[str], op: str, K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 192), (128, 256)])
+@pytest.mark.parametrize(("K", "V"), [(64, 72), (96, 192), (128, 256)])
 def test_gradients(emulated: list[str], op: str, K: int, V: int) -> None:
     check_gradients(op, packed(op, K, V))
 
@@ -135,7 +135,8 @@ def requested(op: str, K: int, V: int, **options: Any) -> Request:
 def test_calls_that_kernels_are_made_for_are_left_alone() -> None:
     assert not is_fitted(requested(KDA, 64, 64))
     assert not any(is_fitted(requested(op, 128, 128)) for op in OPS)
-    assert is_fitted(requested(GATED_DELTA, 64, 64))
+    assert not is_fitted(requested(GATED_DELTA, 64, 96))
+    assert is_fitted(requested(GATED_DELTA, 64, 100))
 
 
 def test_the_call_that_is_made_instead(emulated: list[str]) -> None:
@@ -148,7 +149,8 @@ def test_the_call_that_is_made_instead(emulated: list[str]) -> None:
 
 def test_reasons() -> None:
     assert unsupported_calls.chunk_head_dims(requested(GATED_DELTA, 96, 192)) is None
-    assert unsupported_calls.chunk_head_dims(requested(GATED_DELTA, 64, 64)) is not None
+    assert unsupported_calls.chunk_head_dims(requested(GATED_DELTA, 64, 64)) is None
+    assert unsupported_calls.chunk_head_dims(requested(GATED_DELTA, 72, 72)) is not None
     assert unsupported_calls.chunk_head_dims(requested(KDA, 128, 512)) is None
     wide = unsupported_calls.chunk_head_dims(requested(KDA, 192, 192))
     assert wide is not None

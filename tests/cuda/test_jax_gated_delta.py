@@ -72,7 +72,7 @@ def check_launches(
     fixed = {n: a for n, a in x.items() if n == "cu_seqlens"}
     run = function(OP, inputs, options, {})
     r = request_of(OP, inputs, **options)
-    d_o = normal(*inputs.v.shape, seed=1, dtype=torch.bfloat16)
+    d_o = normal(*inputs.v.shape, seed=1, dtype=inputs.v.dtype)
     dtype = getattr(torch, r.state_dtype)
     d_state = normal(*r.state_shape, seed=2, dtype=dtype) if r.output_final_state else None
 

@@ -13,10 +13,9 @@ import pytest
 from kdacore.errors import BackendBuildError
 from kdacore_cuda.architectures import HOPPER, PACKAGED_ARCHS, SHARED_LIMITS
 from kdacore_cuda.build import launch_sizes as lookup
-from kdacore_cuda.build.cubin_contents import LaunchSizes, read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, gather_headers
-from kdacore_cuda.build.launch_sizes import launch_sizes
-from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, recorded_sizes, row_name
+from kdacore_cuda.build.launch_sizes import LaunchSizes, launch_sizes, read_launch_sizes
+from kdacore_cuda.build.packaged_cubins import CUBINS, FOLDER, row_name
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.backward.kernels import sums_kernel
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
@@ -29,9 +28,8 @@ KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
 
 
 def sizes_of(kernel: KernelSource, arch: str) -> LaunchSizes:
-    sizes = recorded_sizes(ROWS[row_name(kernel, arch)])
-    assert sizes is not None
-    return sizes
+    row = ROWS[row_name(kernel, arch)]
+    return LaunchSizes(row["threads"], row["parameters"], tuple(row["shared"]))
 
 
 def cubin_of(kernel: KernelSource, arch: str) -> bytes:
@@ -110,7 +108,6 @@ def test_kernels_with_blocks_of_two_kinds() -> None:
 
 @pytest.mark.quick
 def test_sizes_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a kernel that is not packaged: its cubin is found, or compiled, once."""
     kernel = KernelSource(sums_kernel().source.path, "sums", (("THREADS", 512), ("NEVER_PACKAGED", 1)))
     compiled: list[KernelSource] = []
 

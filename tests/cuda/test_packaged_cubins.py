@@ -14,15 +14,14 @@ from kdacore.errors import BackendBuildError
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build import packaging as package_build
 from kdacore_cuda.build.compiler import CompiledKernel
-from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
+from kdacore_cuda.build.launch_sizes import read_launch_sizes
 from kdacore_cuda.build.packaged_cubins import (
     CUBINS,
     FOLDER,
     cached_rows,
     cubins_in,
     find_packaged,
-    find_packaged_sizes,
     row_name,
 )
 from kdacore_cuda.build.packaged_files import MANIFEST
@@ -116,9 +115,7 @@ def test_changed_source_or_damaged_file_is_not_used(
     (path,) = package_build.build_all(["sm_90a"], tmp_path)
     key = source_key(one_kernel, "sm_90a")
     assert find_packaged(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == path.read_bytes()
-    assert find_packaged_sizes(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == SIZES
     assert find_packaged(one_kernel, "sm_90a", "another key", cubins_in(tmp_path)) is None
-    assert find_packaged_sizes(one_kernel, "sm_90a", "another key", cubins_in(tmp_path)) is None
     DAMAGE[damage](path)
     cached_rows.cache_clear()  # as a process that starts now
     assert find_packaged(one_kernel, "sm_90a", key, cubins_in(tmp_path)) is None
@@ -179,15 +176,3 @@ def test_the_manifest_says_what_the_compiler_said(tmp_path: Path, one_kernel: Ke
         SIZES.parameters,
         [*SIZES.shared],
     )
-
-
-@pytest.mark.parametrize("shared", [None, 11520, ["11520"], [None]])
-def test_rows_without_sizes_are_built_anew(tmp_path: Path, one_kernel: KernelSource, shared: object) -> None:
-    """As those are that an earlier version wrote."""
-    (path,) = package_build.build_all(["sm_90a"], tmp_path)
-    damage_manifest(lambda row: row.update(shared=shared))(path)
-    cached_rows.cache_clear()
-    key = source_key(one_kernel, "sm_90a")
-    assert find_packaged_sizes(one_kernel, "sm_90a", key, cubins_in(tmp_path)) is None
-    assert package_build.build_all(["sm_90a"], tmp_path) == [path]
-    assert find_packaged_sizes(one_kernel, "sm_90a", key, cubins_in(tmp_path)) == SIZES

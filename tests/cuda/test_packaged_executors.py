@@ -36,6 +36,7 @@ def compiler_version() -> str:
         return "none"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     compiler_version() not in {row["ziglang"] for row in executors_in().rows().values()},
     reason="needs the version of ziglang that the packaged executors were compiled by",

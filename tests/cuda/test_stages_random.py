@@ -46,9 +46,9 @@ REFUSED = 67
 
 def test_some_calls(emulated: list[str]) -> None:
     assert random_case(NAME, REFUSED, "cpu", calls="stages").check == "refusal"
-    run([*range(12), REFUSED], emulated)
+    run([*range(5), REFUSED], emulated)
 
 
 @pytest.mark.exhaustive
 def test_many_calls(emulated: list[str]) -> None:
-    run(range(12, 300), emulated)
+    run(range(5, 300), emulated)

@@ -15,7 +15,7 @@ from kdacore.types import RecomputeInputs, RecomputeOutputs
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.choice import has_hopper_recompute
-from kdacore_cuda.forms.stages import launches
+from kdacore_cuda.forms.stages import kernels
 from kdacore_cuda.forms.stages.kernels import (
     RecomputeGrid,
     hopper_recompute_kernel,
@@ -51,7 +51,7 @@ def use(monkeypatch: pytest.MonkeyPatch, whole_fraction: float | None) -> None:
         return RecomputeGrid(whole, 2 * items - whole, items // 2, items // 3)
 
     monkeypatch.setattr(choice, "has_hopper_recompute", lambda *call: whole_fraction is not None)
-    monkeypatch.setattr(launches, "recompute_grid", fixed)
+    monkeypatch.setattr(kernels, "recompute_grid", fixed)
 
 
 def draw(**shape: Any) -> Drawn:
@@ -123,7 +123,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(recompute_grid(items, multiprocessors, empty, with_q))
         return seen[-1]
 
-    monkeypatch.setattr(launches, "recompute_grid", noted)
+    monkeypatch.setattr(kernels, "recompute_grid", noted)
     for T in (64 * chunks, 64 * chunks + 1):
         inputs = draw(T=T).recompute(False)
         got = recompute(inputs)

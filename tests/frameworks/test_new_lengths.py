@@ -128,7 +128,7 @@ def outcome(op: str, given: dict[str, Any]) -> Any:
     ENTERED.clear()
     with kdacore.record_selections() as ran, torch.no_grad():
         try:
-            getattr(kdacore, op)(**given)
+            getattr(kdacore, op)(**OPS[op].keywords(given))
         except (ContractError, UnsupportedError) as error:
             return type(error), str(error)
     assert [s.backend for s in ran if s.backend != "reference"] == ENTERED
@@ -136,13 +136,16 @@ def outcome(op: str, given: dict[str, Any]) -> Any:
 
 
 def lengths_of(call: CallDescription, rng: Any) -> CallDescription:
+    records = call.pool_use is not None and call.pool_use.records  # of which a row has as many in all calls
     if call.shape.lengths:
         lengths = tuple(int(n) for n in rng.integers(1, 8, rng.integers(1, 5)))
+        lengths = (*lengths, 7) if records else lengths
         padding = int(rng.integers(0, 3))
         return call.changed(lengths=lengths, padding=padding, T=sum(lengths) + padding)
     most = 16 if call.option("read_only_state") else 27
     rows = 1 if call.pool_use is not None and call.pool_use.checkpoints else 3
-    return call.changed(B=int(rng.integers(1, rows + 1)), T=int(rng.integers(1, most + 1)))
+    T = min(call.shape.T, 16) if records else int(rng.integers(1, most + 1))
+    return call.changed(B=int(rng.integers(1, rows + 1)), T=T)
 
 
 def cut(given: dict[str, Any], rng: Any) -> dict[str, Any]:
@@ -157,14 +160,14 @@ def calls_like(seed: int) -> tuple[str, list[dict[str, Any]]]:
     rng = np.random.default_rng(seed)
     kind = ("numpy", "torch")[seed % 2]
     call: CallDescription = random_case("reference", seed, "cpu", only=(kind,))  # type: ignore[arg-type]
-    while call.family == "gate":
+    while call.family in ("gate", "commit"):
         seed += 1000
         call = random_case("reference", seed, "cpu", only=(kind,))  # type: ignore[arg-type]
     call = call.changed(requires_grad=False, host_offsets=call.host_offsets and kind == "torch")
     if seed % 3:
         suited = [name for name, pool in POOLS.items() if pool.suits(call.family)]
         name = str(rng.choice(suited))
-        asked = {k: v for k, v in POOLS[name].options.items() if v is not None}
+        asked = POOLS[name].options
         call = call.changed(pool=name, initial_state=False, output_final_state=False, **asked)
     found = []
     for _ in range(14):
@@ -215,6 +218,22 @@ def test_random_calls_reach_every_outcome() -> None:
     assert {text.split(":")[0] for text in chosen} >= {"priced", "dear", "reference"}
     assert "reference: chosen by the kdacore_choose hook" in chosen
     assert errors >= {ContractError}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_commits_of_new_numbers_of_states(kind: str) -> None:
+    """Recognised, and wrong ones are refused as before."""
+    forget()
+    for N in (2, 3, 4, 5, 6):
+        described = CallDescription(op="commit_records", kind=kind).changed(B=N, T=3, pool_rows=12)  # type: ignore[arg-type]
+        given = OPS["commit_records"].keywords(make_arrays(described))
+        given["records"] = tuple(x[:2] for x in given["records"])
+        given["record_indices"][:] = -1
+        kdacore.commit_records(**given)
+    adapter = NUMPY if kind == "numpy" else TORCH
+    assert adapter.seen_calls.families["commit_records"]
+    with pytest.raises(ContractError, match="'num_replayed'"):
+        kdacore.commit_records(**{**given, "num_replayed": given["num_replayed"][1:]})
 
 
 def call(T: int, kind: str = "torch", **options: Any) -> dict[str, Any]:

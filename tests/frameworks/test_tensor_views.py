@@ -55,6 +55,7 @@ CALLS = {
         op="fused_recurrent_gated_delta_rule", kind="torch", shape=ROWS, initial_state=True, pool="inplace_whole",
         options=options(inplace_state=True),
     ),
+    "commit_records": CallDescription(op="commit_records", kind="torch", shape=ROWS),
     "kda_gate": CallDescription(op="kda_gate", kind="torch", shape=ROWS),
     "kda_chunk_gate": CallDescription(op="kda_chunk_gate", kind="torch", shape=PACK),
     "kda_chunk_intra": CallDescription(op="kda_chunk_intra", kind="torch", shape=PACK),
@@ -130,7 +131,8 @@ def _tensors(results: Any) -> list[torch.Tensor]:
 def _run(op: str, arrays: dict[str, Any], backend: str = NAME) -> list[torch.Tensor]:
     """The results, and what the call wrote."""
     written = [arrays[n] for n in ("out", "initial_state", "write_pool") if n in arrays]
-    results = public_function(op)(**arrays, **dict(CALLS[op].options), backend=backend)
+    given = OPS[op].keywords(arrays)
+    results = public_function(op)(**given, **dict(CALLS[op].options), backend=backend)
     return [*_tensors(results), *written]
 
 
@@ -444,7 +446,7 @@ def test_a_pool_that_is_only_read_and_written_back_by_the_graph() -> None:
             _refused(op, "initial_state", given, partial(graph, given))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_a_graph_of_inductor_writes_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's second look at the pool makes no copy of it necessary, in a graph of two steps and of a view."""

@@ -95,6 +95,7 @@ def test_calls_work_without_it(copy: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.exhaustive
 def test_tests_of_calls_pass_without_it(copy: Path) -> None:
     done = run(copy, "-c", SUITE, *TESTS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -20,6 +20,7 @@ from kdacore.types import Backend, GateInputs
 OPS = {
     "chunk_kda": True,
     "fused_recurrent_kda": True,
+    "commit_records": False,
     "kda_gate": True,
     "chunk_gated_delta_rule": True,
     "fused_recurrent_gated_delta_rule": True,

@@ -76,7 +76,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
     ("note", "ranks"),
     [
         ("crossing", 3),
-        ("gdn-crossing", 2),
+        pytest.param("gdn-crossing", 2, marks=EXHAUSTIVE),
         pytest.param("rows", 2, marks=EXHAUSTIVE),
         pytest.param("grouped", 3, marks=EXHAUSTIVE),
         pytest.param("no-decay", 4, marks=EXHAUSTIVE),

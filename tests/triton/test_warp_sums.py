@@ -81,6 +81,7 @@ for case in aot.all_cases("sm_90"):
 """
 
 
+@pytest.mark.exhaustive
 def test_only_sums_over_short_rows_round_their_products() -> None:
     """Where lanes hold several numbers of a row it is not needed, and made the forward 8 % slower (6937aca)."""
     cases = [

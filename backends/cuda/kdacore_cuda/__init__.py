@@ -7,15 +7,9 @@ import ctypes
 from functools import cache, partial
 from typing import Any
 
+from kdacore import ops
 from kdacore.hookspecs import hookimpl
 from kdacore.lazy import lazy_function, package_probe
-from kdacore.ops import (
-    CHECKPOINT_FEATURES,
-    POOL_FEATURES,
-    RECURRENT_FEATURES,
-    SEQUENCE_FEATURES,
-    STAGE_FEATURES,
-)
 from kdacore.types import Backend, Forward, OpImpl, Request, Requirement, Verifier
 
 VERIFIED = frozenset({"sm_90"})
@@ -37,6 +31,7 @@ assembler, works there.
 
 @cache
 def _driver_missing() -> str | None:
+    """Why there is no driver that loads the kernels; None where there is one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         number = ctypes.c_int()
@@ -46,9 +41,8 @@ def _driver_missing() -> str | None:
     if status:
         return f"no CUDA driver: cuDriverGetVersion returned {status}"
     if number.value < DRIVER:
-        return (
-            f"the driver is for CUDA {_version(number.value)}; the kernels need {_version(DRIVER)} or later"
-        )
+        found, wanted = _version(number.value), _version(DRIVER)
+        return f"the driver is for CUDA {found}; the kernels need {wanted} or later"
     return None
 
 
@@ -71,65 +65,57 @@ def _array_library_missing() -> str | None:
     return None if None in missing else " and ".join(filter(None, missing))
 
 
-def _by_kind(torch: Forward, jax: Forward) -> Forward:
-    """The function for a call's kind of arrays."""
+def _by_kind(module: str, function: str, jax_module: str = "jax.forward") -> Forward:
+    """The function of that name for a call's kind of arrays."""
+    torch, jax = _lazy(module, function), _lazy(jax_module, function)
 
     def call(request: Request, *rest: Any) -> Any:
         return (jax if request.kind == "jax" else torch)(request, *rest)
 
-    call.__name__ = call.__qualname__ = torch.__name__
+    call.__name__ = call.__qualname__ = function
     return call
 
 
-_COMMON = (
-    *_verifiers("known_sizes", "xla_version"),
-    *_verifiers("architecture", "compiler", "gate_dtypes", "state_dtype", "grid_size"),
+_COMMON = _verifiers(
+    *("known_sizes", "xla_version", "architecture", "compiler", "float_dtypes", "state_dtype", "grid_size")
 )
-_STAGE = (
-    *_verifiers("xla_version"),
-    *_verifiers("architecture", "compiler", "stage_head_dims", "stage_dtypes", "stage_chunk"),
-    *_verifiers("heads_per_group", "sequence_length", "stage_grid_size"),
+_STAGE = _verifiers(
+    *("xla_version", "architecture", "compiler", "stage_dtypes", "stage_chunk"),
+    *("sequence_length", "stage_grid_size"),
 )
+_CHUNK = ("chunk_head_dims", "chunk_forward_dtype", "sequence_length")
 _op = partial(OpImpl, form=_lazy("forms.explain", "form"), verified_archs=VERIFIED, batch_invariant=True)
 
 
-def _stage(op: str, function: str) -> OpImpl:
-    forward = _by_kind(_lazy("forms.stages.forward", function), _lazy("jax.forward", function))
-    return _op(forward=forward, serves=STAGE_FEATURES[op], verifiers=_STAGE)
+def _stage(op: str, function: str, head_dims: str) -> OpImpl:
+    forward = _by_kind("forms.stages.forward", function)
+    return _op(forward=forward, serves=ops.STAGE_FEATURES[op], verifiers=_STAGE + _verifiers(head_dims))
 
 
 def make_backend() -> Backend:
     """The backend named ``cuda``: for each op the features that it serves, and the reasons for which it declines."""
     chunk = _op(
-        forward=_by_kind(_lazy("forms.chunk_forward", "forward"), _lazy("jax.forward", "forward")),
-        backward=_by_kind(_lazy("forms.backward.gradients", "backward"), _lazy("jax.backward", "backward")),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
-        verifiers=(
-            *_COMMON,
-            *_verifiers("chunk_head_dims", "chunk_forward_dtype", "sequence_length", "gradients"),
-        ),
+        forward=_by_kind("forms.chunk_forward", "forward"),
+        backward=_by_kind("forms.backward.gradients", "backward", "jax.backward"),
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.CHECKPOINT_FEATURES | {"out"},
+        verifiers=_COMMON + _verifiers(*_CHUNK, "gradients"),
         fast_path=_lazy("forms.chunk_forward", "make_fast_call"),
         fast_gradients=_lazy("forms.backward.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
     )
     gated_delta = _op(
-        forward=_by_kind(_lazy("forms.gated_delta.forward", "forward"), _lazy("jax.forward", "forward")),
-        backward=_by_kind(
-            _lazy("forms.gated_delta.gradients", "backward"), _lazy("jax.backward", "backward")
-        ),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | {"checkpoints", "out"},
-        verifiers=(
-            *_COMMON,
-            *_verifiers("hopper", "chunk_head_dims", "chunk_forward_dtype", "sequence_length"),
-        ),
+        forward=_by_kind("forms.gated_delta.forward", "forward"),
+        backward=_by_kind("forms.gated_delta.gradients", "backward", "jax.backward"),
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.CHECKPOINT_FEATURES | {"out"},
+        verifiers=_COMMON + _verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "sequence_length"),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),
     )
     recurrent = _op(
-        forward=_by_kind(_lazy("forms.recurrent.forward", "forward"), _lazy("jax.forward", "forward")),
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
-        verifiers=(*_COMMON, *_verifiers("head_dims", "recurrent_dtype")),
+        forward=_by_kind("forms.recurrent.forward", "forward"),
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.RECURRENT_FEATURES | {"out"},
+        verifiers=_COMMON + _verifiers("head_dims"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"
@@ -142,8 +128,8 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": gated_delta,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
-            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra"),
-            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u"),
+            "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra", "intra_head_dim"),
+            "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u", "recompute_head_dims"),
         },
         summary="hand-written kernels: bfloat16 chunk_kda, on Hopper its backward and chunk_gated_delta_rule with its "
         "own; recurrent ops, two training stages",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kdacore.verifiers import sm_number
+
 FIRST_ARCH = 80
-"""The lowest compute capability the kernels compile for: they need bfloat16 products and
-asynchronous copies."""
+"""The lowest compute capability the kernels compile for: they need bfloat16 products and asynchronous copies."""
 
 PACKAGED_ARCHS = ("sm_90a", "sm_100f")
 """Real architectures whose cubins the wheel contains."""
@@ -12,8 +13,7 @@ PACKAGED_ARCHS = ("sm_90a", "sm_100f")
 HOPPER = "sm_90a"
 
 BUILD_ARCHS = {"sm_90": "sm_90a", "sm_100": "sm_100f", "sm_103": "sm_100f"}
-"""Architecture of a device -> architecture of the packaged cubins that run there. For every other
-device NVRTC compiles on the first call."""
+"""Architecture of a device -> that of the packaged cubins that run there. Elsewhere NVRTC compiles on first calls."""
 
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100f": 227 * 1024, "sm_120": 99 * 1024}
 """Bytes of dynamic shared memory a block may use, by build architecture."""
@@ -31,15 +31,10 @@ def has_hopper_kernel(K: int, arch: str) -> bool:
 
 
 def build_arch(arch: str) -> str:
-    """The architecture to compile for, given a device's: ``sm_90`` -> ``sm_90a``; others
-    unchanged."""
+    """The architecture to compile for, given a device's: ``sm_90`` -> ``sm_90a``; others unchanged."""
     return BUILD_ARCHS.get(arch, arch)
-
-
-OVERLAP_ARCH = 90
-"""Compute capability (times 10) from which a launch may start before the previous one has ended."""
 
 
 def overlaps_launches(arch: str) -> bool:
     """Whether a launch may start before the previous one has ended on this real architecture."""
-    return int("".join(filter(str.isdigit, arch))) >= OVERLAP_ARCH
+    return sm_number(arch) >= 90

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
@@ -85,8 +85,9 @@ class Choice(NamedTuple):
     sequence has several), or nothing."""
     backward_in_segments: bool = False
     """A backward for which nothing was saved walks segments of a sequence side by side, else one chain per item."""
-    beside: bool = False
-    """Of the gated delta rule: records are made while others are walked. The same bits."""
+    records: Literal["before", "beside", "within"] = "before"
+    """Of the gated delta rule: records are made before all walks, or while others are walked, ``beside`` the walks by
+    blocks of their own or ``within`` the blocks that walk. The same bits."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
     cut: bool = False
@@ -141,9 +142,11 @@ def _choose_gated_delta(r: Request, device: Figures) -> Choice:
     why = f"{amount} (segments: up to {most} on {count} multiprocessors)"
     if items <= most:
         return Choice("gated_delta", why, cut=True, backward_in_segments=use_cut_backward(items, count))
+    if use_records_within(r, count):
+        return Choice("gated_delta", f"{amount}, records made where others are walked", records="within")
     if use_records_beside(r, count):
         walking = f"{2 * r.N * r.HV} of {count} multiprocessors walk"
-        return Choice("gated_delta", f"{amount}, records beside walks ({walking})", beside=True)
+        return Choice("gated_delta", f"{amount}, records beside walks ({walking})", records="beside")
     return Choice("gated_delta", why)
 
 
@@ -186,10 +189,9 @@ def use_segments(items: int, bounded: bool, device: Figures) -> bool:
     return device.memory_rate() >= _FAST_MEMORY
 
 
-def dataflow_serves(request: Request) -> bool:
+def dataflow_serves(r: Request) -> bool:
     """Whether the kernels of the dataflow form have what a request asks for: no pack, no rows of a pool, states
     neither in place nor masked, no checkpoints at chosen tokens."""
-    r = request
     return not (
         r.packed
         or r.inplace_state
@@ -225,6 +227,8 @@ _LARGEST_WALKING_PART = 0.55
 """Of the multiprocessors. Where more than these walk, the others make records slower than those walk. Counted in cycles
 of a multiprocessor: 2,400 a chunk in a walk, and for its record 4,900, or 6,500 where each key head has one value
 head. With 36 items, 72 walking of 132 multiprocessors, both ways take as long in the latter case."""
+_TICKETS = 1 << 20
+"""The first number that is no ticket of units: csrc/sm90/gated_delta/walk_making_records.cu."""
 _CHUNK, _LEAST_UNITS = 64, 3
 """Tokens of a chunk. Chunks of key heads for each multiprocessor: with fewer, most records are made as soon as the
 first ones."""
@@ -253,9 +257,31 @@ def use_records_beside(r: Request, multiprocessors: int) -> bool:
     tokens may decide."""
     if _LARGEST_WALKING_PART * multiprocessors < 2 * r.N * r.HV:
         return False
-    if r.packed and r.N > ORDERED_SEQUENCES:
-        return False
-    return bool(r.B * r.T // _CHUNK * r.H >= _LEAST_UNITS * multiprocessors > 0)
+    return _has_order(r) and _units_for_each(r, multiprocessors) >= _LEAST_UNITS
+
+
+def use_records_within(r: Request, multiprocessors: int) -> bool:
+    """Whether every block of such a forward makes records and walks. The same bits again.
+
+    It is not chosen yet: it has run in the emulator alone, and no time of it has been measured.
+    """
+    return False
+
+
+def may_make_records_within(r: Request, multiprocessors: int) -> bool:
+    """Whether the launch in which every block makes records and walks can serve a call."""
+    units = (r.B * r.T // _CHUNK + r.N) * r.H
+    return _has_order(r) and units + multiprocessors < _TICKETS and _units_for_each(r, multiprocessors) > 0
+
+
+def _has_order(r: Request) -> bool:
+    """Whether records can be made in the order in which walks read them."""
+    return not r.packed or r.N <= ORDERED_SEQUENCES
+
+
+def _units_for_each(r: Request, multiprocessors: int) -> float:
+    """Chunks of key heads for each multiprocessor."""
+    return r.B * r.T // _CHUNK * r.H / max(1, multiprocessors)
 
 
 # --- what a forward saves, and the backward -----------------------------------------------------------------------
@@ -281,19 +307,13 @@ def saves_operands(r: Request, multiprocessors: int) -> bool:
 
 
 def saves_maps(r: Request, multiprocessors: int) -> bool:
-    """Whether a forward in segments, of which a sequence has several, saves their maps and starting states."""
-    if not r.needs_grad or r.kind != "torch" or r.traced:
-        return False
-    return use_saved_maps(items_for_choice(r), multiprocessors)
-
-
-def use_saved_maps(items: int, multiprocessors: int) -> bool:
-    """Whether ``items`` are few enough for a backward in segments whose maps are saved to be faster than one chain
-    per item.
+    """Whether a forward in segments, of which a sequence has several, saves their maps and starting states: with few
+    enough items for a backward that takes those to be faster than one chain per item.
 
     Of what a backward in segments takes more than such a chain, the maps are most.
     """
-    return 8 * items <= multiprocessors
+    may_save = r.needs_grad and r.kind == "torch" and not r.traced
+    return may_save and 8 * items_for_choice(r) <= multiprocessors
 
 
 def use_segments_backward(items: int, multiprocessors: int) -> bool:
@@ -438,10 +458,8 @@ def _choose_stage(r: Request, device: Figures) -> Choice:
     recomputes = r.op == "kda_recompute_w_u"
     own = recomputes and has_hopper_recompute(r.K, r.V, device.arch)
     head_dims = f"K={r.K}, V={r.V}" if recomputes else f"K={r.K}"
-    return Choice("stages", f"{_OWN[own]}, {head_dims}", own_recompute=own)
-
-
-_OWN = {True: "the kernel of Hopper", False: "the portable kernel"}
+    kernel = "the kernel of Hopper" if own else "the portable kernel"
+    return Choice("stages", f"{kernel}, {head_dims}", own_recompute=own)
 
 
 def has_hopper_recompute(K: int, V: int, arch: str) -> bool:

@@ -1,5 +1,7 @@
 """Calls of ``chunk_kda`` and ``chunk_gated_delta_rule`` whose head dims no kernel has, as calls with K = V = 128.
 
+Kernels of ``chunk_gated_delta_rule`` have K and V up to 128 that are multiples of 16.
+
 Channels of q and k are filled up with zeros, which neither norms nor products notice; values too, and wider values
 become several value heads that share q, k, decays and betas. So K may be anything up to 128 and V anything; what it
 costs is the time of the larger call and copies of the arrays that do not have its layout.
@@ -15,7 +17,8 @@ from typing import Any
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, TensorSpec
 from kdacore_cuda.architectures import HEAD_DIMS
 
-SIZE = 128
+SIZE, SECTOR = 128, 16
+"""Elements of a head that kernels have; those of 32 bytes, which two copies read together."""
 Forward = Callable[[Request, Any], Outputs]
 Backward = Callable[[Request, ChunkInputs, tuple[Any, ...], OutputGrads], InputGrads]
 
@@ -24,9 +27,14 @@ OPS = frozenset({"chunk_kda", "chunk_gated_delta_rule"})
 
 def is_fitted(r: Request) -> bool:
     """Whether a call is served by the kernels of another size."""
-    if r.K == r.V == SIZE or r.op not in OPS:
-        return False
-    return r.op == "chunk_gated_delta_rule" or r.needs_grad or r.K != r.V or r.K not in HEAD_DIMS
+    return r.op in OPS and not _has_kernels(r, r.needs_grad)
+
+
+def _has_kernels(r: Request, backward: bool) -> bool:
+    """Whether kernels read and write a call's arrays as they are; those of the backward too."""
+    if r.op == "chunk_gated_delta_rule":
+        return max(r.K, r.V) <= SIZE and r.K % SECTOR == r.V % SECTOR == 0
+    return r.K == r.V and (r.K == SIZE or (r.K in HEAD_DIMS and not backward))
 
 
 def blocks_of(r: Request) -> int:
@@ -82,7 +90,7 @@ def backward(of_size: Backward) -> Backward:
     def fitted(
         request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads
     ) -> InputGrads:
-        if request.K == request.V == SIZE:
+        if _has_kernels(request, backward=True):
             return of_size(request, inputs, saved, grads)
         fit = _Fit(request)
         given = OutputGrads(

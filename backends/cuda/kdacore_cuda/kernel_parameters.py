@@ -18,7 +18,6 @@ Fields = tuple[tuple[str, FieldType], ...]
 
 _C_NAMES: dict[str, str] = {"ptr": "unsigned long long", "i64": "long long", "i32": "int", "f32": "float"}
 _FORMATS: dict[str, str] = {"ptr": "Q", "i64": "q", "i32": "i", "f32": "f"}
-_SIZES: dict[str, int] = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,12 @@ class ParamStruct:
     offsets: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = [_SIZES[kind] for _, kind in self.fields]
+        text = "<" + "".join(_FORMATS[kind] for _, kind in self.fields)
+        sizes = [struct.calcsize(x) for x in text[1:]]
         if sizes != sorted(sizes, reverse=True):
             raise ValueError(f"{self.name}: 8-byte fields must come before 4-byte fields")
-        offset, offsets = 0, {}
-        for (name, _), size in zip(self.fields, sizes, strict=True):
-            offsets[name] = offset
-            offset += size
-        padding = f"{-offset % 8}x"
-        formats = "".join(_FORMATS[kind] for _, kind in self.fields)
-        object.__setattr__(self, "packer", struct.Struct("<" + formats + padding))
+        offsets = {name: struct.calcsize(text[: 1 + i]) for i, (name, _) in enumerate(self.fields)}
+        object.__setattr__(self, "packer", struct.Struct(f"{text}{-struct.calcsize(text) % 8}x"))
         object.__setattr__(self, "offsets", offsets)
 
     @property
@@ -69,6 +64,11 @@ def _fields(kind: FieldType, names: str) -> Fields:
 def _strided(names: str) -> Fields:
     """Batch, token and head strides in elements, for each named array."""
     return tuple((f"{name}_{axis}", "i64") for name in names.split() for axis in ("sb", "st", "sh"))
+
+
+def _joined(name: str, *parts: ParamStruct) -> ParamStruct:
+    """Structs one after the other."""
+    return ParamStruct(name, tuple(field for part in parts for field in part.fields), parts)
 
 
 _INPUTS = _fields("ptr", "q k v g beta A_log dt_bias cu_seqlens")
@@ -158,18 +158,14 @@ SUM_SCALE = 2.0**-20
 stay finite."""
 
 FORWARD_RESULTS = ParamStruct("ForwardResults", _fields("ptr", "o ht"))
-SCAN_OUTPUTS = ParamStruct(
-    "ScanOutputsParams", (*FORWARD_RESULTS.fields, *CHUNK_BACKWARD.fields), (FORWARD_RESULTS, CHUNK_BACKWARD)
-)
+SCAN_OUTPUTS = _joined("ScanOutputsParams", FORWARD_RESULTS, CHUNK_BACKWARD)
 """Parameters of the forward that keeps its workspace for the backward, csrc/sm90/chunk_backward/scan_outputs.cu. ``o``
 ``[B, T, HV, V]`` is contiguous, ``ht`` the final states, 0 where nobody wants them."""
 
 UNIT_MARKS = ParamStruct(
     "UnitMarks", (*_fields("i64", "marks null_index"), *_fields("ptr", "mark_offsets mark_rows"))
 )
-PREPARE_MARKED = ParamStruct(
-    "PrepareMarkedParams", (*UNIT_MARKS.fields, *CHUNK_BACKWARD.fields), (UNIT_MARKS, CHUNK_BACKWARD)
-)
+PREPARE_MARKED = _joined("PrepareMarkedParams", UNIT_MARKS, CHUNK_BACKWARD)
 """Parameters of the launch that also makes records of chunks cut off at checkpoints:
 csrc/sm90/chunk_forward/segments/prepare_marked.cu."""
 
@@ -210,21 +206,21 @@ WALK = ParamStruct(
 GATED_DELTA = ParamStruct(
     "GatedDeltaParams",
     (
-        *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt records"), *_STATE_ROWS, *_STATE_STRIDES, *_TOKEN_STRIDES),
+        *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt records"), *_STATE_ROWS, *_MARKS, *_STATE_STRIDES),
+        *(*_TOKEN_STRIDES, *_fields("i64", "marks")),
         *_fields("i64", "T h_factor group_factor chunks_factor"),
-        *_fields("i32", "N H HV NT ckpt_every null_index gate flags g_type beta_type bias_type"),
+        *_fields("i32", "N H HV K V NT ckpt_every null_index gate flags g_type beta_type bias_type"),
         *(*_fields("i32", "h_shift group_shift chunks_shift"), *_fields("f32", "scale lower_bound")),
     ),
 )
 """Parameters of both launches of the gated delta rule, csrc/sm90/gated_delta. ``records``: what the first leaves for
-the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT."""
+the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT. ``K`` and ``V`` are read by kernels of
+narrow heads (csrc/sm90/gated_delta/head_dims.cuh)."""
 
-RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready"), *_fields("i64", "launch")))
-GATED_DELTA_BESIDE = ParamStruct(
-    "GatedDeltaBesideParams", (*RECORD_FLAGS.fields, *GATED_DELTA.fields), (RECORD_FLAGS, GATED_DELTA)
-)
-"""Parameters of the same two launches where they run side by side. ``ready``: the flags of records. ``launch``: the
-value of a raised one, different for every call."""
+RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready tickets"), *_fields("i64", "launch")))
+GATED_DELTA_BESIDE = _joined("GatedDeltaBesideParams", RECORD_FLAGS, GATED_DELTA)
+"""Parameters of the same two launches where they run side by side, or are one. ``ready``: the flags of records.
+``launch``: the value of a raised one, different for every call. ``tickets``: where the one launch counts units."""
 ORDERED_SEQUENCES = 32
 """Sequences of a pack, at most, whose records are made side by side with walks:
 csrc/sm90/gated_delta/unit_order.cuh."""
@@ -237,11 +233,7 @@ GATED_DELTA_GRADIENTS = ParamStruct(
         *_fields("i64", "units"),
     ),
 )
-GATED_DELTA_BACKWARD = ParamStruct(
-    "GatedDeltaBackwardParams",
-    (*GATED_DELTA_GRADIENTS.fields, *GATED_DELTA.fields),
-    (GATED_DELTA_GRADIENTS, GATED_DELTA),
-)
+GATED_DELTA_BACKWARD = _joined("GatedDeltaBackwardParams", GATED_DELTA_GRADIENTS, GATED_DELTA)
 """Parameters of the launches that keep what a backward needs, and of the backward's own: those of the forward and
 more. ``u``, ``states``, ``state_grads``: the workspace, csrc/sm90/gated_delta/backward_workspace.cuh. ``d_o``
 ``[B, T, HV, V]`` and all gradients are contiguous; ``d_ht`` and ``d_h0`` are ``[N, HV, ...]`` in the states' layout
@@ -250,16 +242,10 @@ and dtype, 0 where there is none. ``dA_part`` and ``dbias_part`` are float32 ``[
 
 GATED_DELTA_MAPS = ParamStruct("GatedDeltaMaps", _fields("ptr", "maps addends starts"))
 CUT = ParamStruct("Cut", _SEGMENTS)
-GATED_DELTA_SEGMENTS = ParamStruct(
-    "GatedDeltaSegmentParams",
-    (*GATED_DELTA_MAPS.fields, *GATED_DELTA.fields, *CUT.fields),
-    (GATED_DELTA_MAPS, GATED_DELTA, CUT),
-)
+GATED_DELTA_SEGMENTS = _joined("GatedDeltaSegmentParams", GATED_DELTA_MAPS, GATED_DELTA, CUT)
 GATED_DELTA_BACKWARD_MAPS = ParamStruct("GatedDeltaBackwardMaps", _fields("ptr", "maps starts ends"))
-GATED_DELTA_BACKWARD_SEGMENTS = ParamStruct(
-    "GatedDeltaBackwardSegmentParams",
-    (*GATED_DELTA_BACKWARD_MAPS.fields, *GATED_DELTA_BACKWARD.fields, *CUT.fields),
-    (GATED_DELTA_BACKWARD_MAPS, GATED_DELTA_BACKWARD, CUT),
+GATED_DELTA_BACKWARD_SEGMENTS = _joined(
+    "GatedDeltaBackwardSegmentParams", GATED_DELTA_BACKWARD_MAPS, GATED_DELTA_BACKWARD, CUT
 )
 """Parameters of the launches that walk segments: those of the forward, :data:`SEGMENTS`'s ``maps``, ``addends`` and
 ``starts``, and how a sequence is cut; or those of the backward, and :data:`CHUNK_BACKWARD`'s ``maps``, ``starts`` and
@@ -317,53 +303,51 @@ TICKETS_BYTES = 128
 """Of its workspace, in front of all else: where clusters draw tickets."""
 
 
-def constants_header() -> str:
-    """C++ text of the enumerations the host passes as integers."""
-    lines = [
-        f"constexpr int {prefix}_{name.upper()} = {value};\n"
+_STRUCTS = {
+    "chunk_forward_params": (CHUNK_FORWARD,),
+    "recurrent_params": (RECURRENT,),
+    "stage_params": (INTRA, RECOMPUTE),
+    "chunk_backward_params": (CHUNK_BACKWARD, SUMS, GROUPS),
+    "prepare_marked_params": (UNIT_MARKS, PREPARE_MARKED),
+    "scan_outputs_params": (FORWARD_RESULTS, SCAN_OUTPUTS),
+    "segment_params": (SEGMENTS,),
+    "transition_params": (TRANSITION,),
+    "gated_delta_params": (GATED_DELTA,),
+    "gated_delta_backward_params": (GATED_DELTA_GRADIENTS, GATED_DELTA_BACKWARD),
+    "gated_delta_segment_params": (GATED_DELTA_MAPS, CUT, GATED_DELTA_SEGMENTS),
+    "gated_delta_beside_params": (RECORD_FLAGS, GATED_DELTA_BESIDE),
+    "gated_delta_backward_segment_params": (GATED_DELTA_BACKWARD_MAPS, GATED_DELTA_BACKWARD_SEGMENTS),
+    "walk_params": (WALK,),
+    "checkpoint_tail_params": (CHECKPOINT_TAIL,),
+}
+"""Header -> its structs. It includes the headers that have their other parts."""
+_CONSTANTS: dict[str, dict[str, object]] = {
+    "chunk_backward_params": {"float SUM_SCALE": f"{SUM_SCALE}f"},
+    "gated_delta_beside_params": {"int ORDERED_SEQUENCES": ORDERED_SEQUENCES},
+    "steps": {
+        "int STEP_TOKENS": STEP_TOKENS,
+        "int SEQUENCE_OVERHEAD_STEPS": SEQUENCE_OVERHEAD_STEPS,
+        "unsigned TICKETS_BYTES": TICKETS_BYTES,
+    },
+    "constants": {
+        f"int {prefix}_{name.upper()}": value
         for prefix, table in (("FLAG", FLAGS), ("GATE", GATES), ("TYPE", TYPES))
         for name, value in table.items()
-    ]
-    return "".join(lines)
+    },
+}
+"""Header -> its constants, behind structs."""
 
 
 @cache
 def generated_headers() -> Mapping[str, str]:
     """Include name -> text of every header made from this file."""
-    backward = '#include "generated/chunk_backward_params.cuh"\n'
-    texts = {
-        "chunk_forward_params": CHUNK_FORWARD.header(),
-        "recurrent_params": RECURRENT.header(),
-        "stage_params": INTRA.header() + RECOMPUTE.header(),
-        "chunk_backward_params": CHUNK_BACKWARD.header()
-        + SUMS.header()
-        + GROUPS.header()
-        + f"constexpr float SUM_SCALE = {SUM_SCALE}f;\n",
-        "prepare_marked_params": backward + UNIT_MARKS.header() + PREPARE_MARKED.header(),
-        "scan_outputs_params": backward + FORWARD_RESULTS.header() + SCAN_OUTPUTS.header(),
-        "segment_params": SEGMENTS.header(),
-        "transition_params": TRANSITION.header(),
-        "gated_delta_params": GATED_DELTA.header(),
-        "gated_delta_backward_params": '#include "generated/gated_delta_params.cuh"\n'
-        + GATED_DELTA_GRADIENTS.header()
-        + GATED_DELTA_BACKWARD.header(),
-        "gated_delta_segment_params": '#include "generated/gated_delta_params.cuh"\n'
-        + GATED_DELTA_MAPS.header()
-        + CUT.header()
-        + GATED_DELTA_SEGMENTS.header(),
-        "gated_delta_beside_params": '#include "generated/gated_delta_params.cuh"\n'
-        + RECORD_FLAGS.header()
-        + GATED_DELTA_BESIDE.header()
-        + f"constexpr int ORDERED_SEQUENCES = {ORDERED_SEQUENCES};\n",
-        "gated_delta_backward_segment_params": '#include "generated/gated_delta_backward_params.cuh"\n'
-        + '#include "generated/gated_delta_segment_params.cuh"\n'
-        + GATED_DELTA_BACKWARD_MAPS.header()
-        + GATED_DELTA_BACKWARD_SEGMENTS.header(),
-        "walk_params": WALK.header(),
-        "checkpoint_tail_params": CHECKPOINT_TAIL.header(),
-        "steps": f"constexpr int STEP_TOKENS = {STEP_TOKENS};\n"
-        f"constexpr int SEQUENCE_OVERHEAD_STEPS = {SEQUENCE_OVERHEAD_STEPS};\n"
-        f"constexpr unsigned TICKETS_BYTES = {TICKETS_BYTES};\n",
-        "constants": constants_header(),
-    }
-    return {f"generated/{name}.cuh": f"#pragma once\n{text}" for name, text in texts.items()}
+    homes = {struct: name for name, structs in _STRUCTS.items() for struct in structs}
+    texts = {}
+    for name in {**_STRUCTS, **_CONSTANTS}:
+        structs, constants = _STRUCTS.get(name, ()), _CONSTANTS.get(name, {})
+        others = [homes[part] for struct in structs for part in struct.parts if part not in structs]
+        lines = ["#pragma once\n", *(f'#include "generated/{home}.cuh"\n' for home in others)]
+        lines += [struct.header() for struct in structs]
+        lines += [f"constexpr {constant} = {value};\n" for constant, value in constants.items()]
+        texts[f"generated/{name}.cuh"] = "".join(lines)
+    return texts

@@ -25,19 +25,9 @@ def dtypes_of(r: Request) -> dict[str, str]:
     return {name: spec.dtype for name, spec in r.tensors}
 
 
-def type_codes(dtypes: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Codes of the dtypes of array arguments, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 for absent ones."""
-    return tuple([TYPES[dtypes[name]] if name in dtypes else 0 for name in names])
-
-
 def type_code(request: Request, name: str) -> int:
-    """:func:`type_codes` of one argument."""
+    """Code of an array argument's dtype, of :data:`kdacore_cuda.kernel_parameters.TYPES`; 0 if it was not given."""
     return TYPES[request.spec(name).dtype] if request.has(name) else 0
-
-
-def is_int64(request: Request, name: str) -> bool:
-    """Whether an index array was given, as int64."""
-    return request.has(name) and request.spec(name).dtype == "int64"
 
 
 def token_flags(r: Request, dtypes: Mapping[str, str]) -> int:
@@ -66,14 +56,9 @@ def chunk_flags(r: Request) -> int:
     )
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous array, in elements."""
-    return strides_behind(shape[1:]) if shape else ()
-
-
 @lru_cache(maxsize=4096)
 def strides_behind(inner: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of arrays with these axes and one in front, on whose size strides do not depend."""
+    """Strides, in elements, of contiguous arrays with these axes and one in front, on whose size they do not depend."""
     strides = [1]
     for size in reversed(inner):
         strides.append(strides[-1] * size)

@@ -7,7 +7,6 @@ Verifiers read shapes, dtypes and flags, never values.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +17,8 @@ from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
 from kdacore_cuda.fitted_head_dims import blocks_of, is_fitted
 
-STATE_DTYPES = ("float32", "bfloat16")
-FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+FLOATS = ("float32", "bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
 
 architecture = common.compute_capability(FIRST_ARCH)
 """The kernels need bfloat16 products and asynchronous copies."""
@@ -27,11 +26,16 @@ head_dims = common.head_dims(HEAD_DIMS, equal=True)
 """Kernels are compiled for fixed head dims."""
 chunk_forward_dtype = common.dtypes("bfloat16")
 """The chunk forward multiplies bfloat16."""
-recurrent_dtype = common.dtypes(*FLOAT_DTYPES)
-"""The recurrent kernel reads any 16- or 32-bit float."""
-state_dtype = common.state_dtypes(*STATE_DTYPES)
+gated_delta_dtype = common.dtypes(*HALVES)
+"""Operands of the gated delta rule have either type."""
+float_dtypes = common.dtypes(*FLOATS, arrays=("g", "beta", "dt_bias"))
+"""The kernels read any 16- or 32-bit float, of gates, betas and biases; the recurrent ones of q, k and v too."""
+state_dtype = common.state_dtypes("float32", "bfloat16")
 sequence_length = common.lengths(2**30 - 1)
 """Lengths inside a sequence are 32-bit."""
+intra_head_dim = common.key_dims(HEAD_DIMS)
+recompute_head_dims = common.head_dims(HEAD_DIMS)
+"""Of the stages; K and V may differ."""
 
 
 def known_sizes(request: Request) -> Reason | None:
@@ -61,12 +65,9 @@ def compiler(request: Request) -> Reason | None:
     arch = request.device.arch
     if _has_compiler() or (arch in BUILD_ARCHS and _has_cubins()):
         return None
-    return Reason(
-        "unavailable",
-        "has no packaged kernels for this architecture and no NVRTC to compile them",
-        arch,
-        "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux",
-    )
+    why = "has no packaged kernels for this architecture and no NVRTC to compile them"
+    want = "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux"
+    return Reason("unavailable", why, arch, want)
 
 
 XLA_VERSIONS = ((0, 3), (0, 4))
@@ -100,21 +101,6 @@ def xla_version(request: Request) -> Reason | None:
     return Reason("unavailable", "does not know this version of XLA's interface to handlers", got, want)
 
 
-@common.reads_no_lengths
-def gate_dtypes(request: Request) -> Reason | None:
-    """Gates, betas and biases are 16- or 32-bit floats."""
-    wanted = dict.fromkeys(("g", "beta", "dt_bias"), FLOAT_DTYPES)
-    return _other_dtype(request, wanted, "takes 16- and 32-bit floats")
-
-
-def _other_dtype(request: Request, wanted: Mapping[str, Collection[str]], why: str) -> Reason | None:
-    """Of the first of these arguments that has another dtype."""
-    for name, dtypes in wanted.items():
-        if request.has(name) and (got := request.spec(name).dtype) not in dtypes:
-            return Reason("dtype", why, f"{name}: {got}", " or ".join(dtypes))
-    return None
-
-
 def grid_size(request: Request) -> Reason | None:
     """A one-dimensional grid has at most 2**31 - 1 blocks."""
     if not isinstance(request.N, int) or (items := request.N * request.HV) * 16 < 2**31:
@@ -143,70 +129,49 @@ _IN_PLACE = POOL_FEATURES | {"checkpoint_offsets"}
 
 @common.reads_no_lengths
 def chunk_head_dims(request: Request) -> Reason | None:
-    """Head dims from 64 are filled up to the kernels' 128 and wider values are split, which pools of states and
+    """Head dims from 64 that no kernel has are filled up to 128 and wider values are split, which pools of states and
     checkpoints at offsets, as they lie in memory, cannot be. Of smaller ones too much would be zeros."""
     if not is_fitted(request):
         return None
     got = f"K={request.K}, V={request.V}"
     if not (64 <= request.K <= 128 and request.V >= 64):
-        return Reason("head_dim", "has kernels for other head dims", got, "K 64 to 128, V 64 or more")
+        return Reason("head_dim", "has kernels for other head dims", got, _WANTED[request.scalar_gate])
     padded = 128 * 128 * blocks_of(request)
     if request.op == "chunk_gated_delta_rule" and padded > 2 * request.K * request.V:
         # benchmarks/results/h200/h200-head-dims.json
-        return Reason("head_dim", "would compute with more zeros than numbers", got, "K = V = 96 or more")
+        return Reason("head_dim", "would compute with more zeros than numbers", got, _OWN_DIMS)
     if request.features & _IN_PLACE:
-        return Reason("head_dim", "has kernels for pools of other states", got, "K = V = 128, or no pool")
+        own = f"{_OWN_DIMS if request.scalar_gate else 'K = V = 128'}, or no pool"
+        return Reason("head_dim", "has kernels for pools of other states", got, own)
     return None
 
 
-STAGE_DTYPES = ("bfloat16", "float16")
-STAGE_CHUNK = 64
-
-
-@common.reads_no_lengths
-def stage_head_dims(request: Request) -> Reason | None:
-    """Kernels are compiled for fixed head dims; K and V may differ. The intra stage has no V."""
-    dims = {"K": request.K} if request.op == "kda_chunk_intra" else {"K": request.K, "V": request.V}
-    if any(d not in HEAD_DIMS for d in dims.values()):
-        got = ", ".join(f"{name}={d}" for name, d in dims.items())
-        want = " or ".join(map(str, HEAD_DIMS))
-        return Reason("head_dim", "has stage kernels for some head dims only", got, want)
-    return None
+_OWN_DIMS = "multiples of 16 up to 128"
+_WANTED = {False: "K 64 to 128, V 64 or more", True: f"{_OWN_DIMS}; or K 64 to 128, V 64 or more"}
+"""By whether there is one decay a head."""
 
 
 @common.reads_no_lengths
 def stage_dtypes(request: Request) -> Reason | None:
-    """q, k, v and Akk have one 16-bit dtype, gc is float32, beta is a 16- or 32-bit float.
+    """q, k, v and Akk have one 16-bit dtype.
 
     An inverse in another dtype would have to be rounded, and w of nearly collinear keys would be
     inaccurate.
     """
-    if request.dtype not in STAGE_DTYPES:
-        return Reason("dtype", "takes 16-bit q, k, v in its stages", request.dtype, " or ".join(STAGE_DTYPES))
-    wanted: dict[str, tuple[str, ...]] = dict.fromkeys(("q", "k", "v", "Akk"), (request.dtype,))
-    wanted |= {"gc": ("float32",), "beta": FLOAT_DTYPES}
-    return _other_dtype(request, wanted, "takes other dtypes in its stages")
+    if request.dtype not in HALVES:
+        return Reason("dtype", "takes 16-bit q, k, v in its stages", request.dtype, " or ".join(HALVES))
+    for name in ("q", "k", "v", "Akk"):
+        if request.has(name) and (got := request.spec(name).dtype) != request.dtype:
+            return Reason("dtype", "takes other dtypes in its stages", f"{name}: {got}", request.dtype)
+    return None
 
 
 @common.reads_no_lengths
 def stage_chunk(request: Request) -> Reason | None:
     """Stages work in chunks of 64 tokens."""
-    if request.chunk_size != STAGE_CHUNK:
-        return Reason("options", "has stages for one chunk size", f"chunk_size={request.chunk_size}", "64")
-    return None
-
-
-@common.reads_no_lengths
-def heads_per_group(request: Request) -> Reason | None:
-    """Value heads form equal groups, one group per query/key head."""
-    if request.HV % request.H:
-        return Reason(
-            "gva",
-            "needs equally many value heads for every query/key head",
-            f"H={request.H}, HV={request.HV}",
-            "HV a multiple of H",
-        )
-    return None
+    if request.chunk_size == 64:
+        return None
+    return Reason("options", "has stages for one chunk size", f"chunk_size={request.chunk_size}", "64")
 
 
 def stage_grid_size(request: Request) -> Reason | None:

@@ -41,6 +41,8 @@ _READ_ON_HOST = (
     "write_indices",
     "checkpoint_offsets",
     "checkpoint_indices",
+    "record_indices",
+    "num_replayed",
 )
 
 
@@ -87,7 +89,7 @@ def make_backend() -> Backend:
         SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         chunk_backward,
     )
-    decoding = SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"}
+    decoding = SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out", "records"}
     recurrent = _op(_lazy("recurrent", "recurrent_forward"), decoding, chunk_backward)
     gate_backward = _lazy("gate", "kda_gate_backward")
     ops = {
@@ -95,6 +97,10 @@ def make_backend() -> Backend:
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_kda": recurrent,
         "fused_recurrent_gated_delta_rule": recurrent,
+        "commit_records": _op(
+            _lazy("records", "commit_records"),
+            frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
+        ),
         "kda_gate": _op(_lazy("gate", "kda_gate_forward"), GATE_FEATURES, gate_backward),
         **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGE_FEATURES.items()},
     }

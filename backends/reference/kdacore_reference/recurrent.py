@@ -23,6 +23,7 @@ from kdacore_reference.arrays import (
     write_rows,
 )
 from kdacore_reference.gate import beta_forward, gate_forward, gate_parameters, qk_l2norm_scale
+from kdacore_reference.records import NoRecords, Records
 from kdacore_reference.slabs import Sequence, last_row, sequences_of, write_output
 from kdacore_reference.states import checked_state_rows, read_states, states_of_pool, with_slots
 
@@ -54,6 +55,17 @@ def plan_recurrent(sequences: list[Sequence]) -> RecurrentPlan:
     return RecurrentPlan(by_length, rows, active)
 
 
+class Step(NamedTuple):
+    """What a token did to the states of n sequences: ``S = S * decay + key^T update``."""
+
+    update: Array
+    """``[n, H, G, 1, V]``."""
+    key: Array
+    """``[n, H, 1, 1, K]``."""
+    decay: Array
+    """``[n, H, G, K, 1]``, or 1 in place of K with one decay a head."""
+
+
 @without_float_errors
 def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     """``fused_recurrent_kda`` and ``fused_recurrent_gated_delta_rule``.
@@ -72,8 +84,13 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     plan = plan_recurrent(with_slots(sequences, rows))
     starts = [rows.read[s.n] for s in plan.sequences]
     S = read_states(request, inputs, starts, compute_dtype(xp, request))
+    records = (
+        NoRecords() if rows.records is None else Records(request, inputs, [s.n for s in plan.sequences], rows)
+    )
+    S = first = records.replayed(S)
     writes = _StateWrites(request, inputs, plan, rows)
-    S, o = run_tokens(request, inputs, plan, S, writes.after_token)
+    S, o = run_tokens(request, inputs, plan, S, writes.after_token, records.keep)
+    S = records.states_left(first, S)
     o = cast(xp.reshape(o, (request.B, request.T, request.HV, request.V)), plain(inputs.v).dtype)
     final = writes.final_state(S)
     # The caller's arrays are written last, with values that are there: what fails before has changed none.
@@ -81,7 +98,7 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     if request.inplace_state:
         pool = writes.write_pool()
         final = pool if request.output_final_state else None
-    return Outputs(o=o, final_state=final)
+    return Outputs(o=o, final_state=final, written=records.write())
 
 
 def run_tokens(
@@ -90,6 +107,7 @@ def run_tokens(
     plan: RecurrentPlan,
     S: Array,
     after_token: Callable[[int, int, Array], None] = lambda t, n, S: None,
+    keep: Callable[[int, int, Step], None] = lambda t, n, step: None,
 ) -> tuple[Any, Any]:
     """The loop.
 
@@ -100,6 +118,7 @@ def run_tokens(
         S: ``[N, HV, K, V]``, the states in the order of ``plan.sequences``.
         after_token: called with each step, the number of sequences that have a token there, and
             their new states ``[n, H, G, K, V]``.
+        keep: called likewise with what the token did to these states.
 
     Returns:
         The last states, ``[N, H, G, K, V]``, and ``o`` by row, ``[B*T, HV, V]``, zero in rows that
@@ -132,11 +151,12 @@ def run_tokens(
         first += n
         k_t = k[here, ...]
         S_t = S[:n, ...] * decay[here, ...]
-        error = beta[here, ...] * (v[here, ...] - k_t @ S_t)
-        S_t = S_t + xp.matrix_transpose(k_t) * error
+        update = beta[here, ...] * (v[here, ...] - k_t @ S_t)
+        S_t = S_t + xp.matrix_transpose(k_t) * update
         outputs.append(q[here, ...] @ S_t)
         S = S_t if n == S.shape[0] else xp.concat([S_t, S[n:, ...]], axis=0)
         after_token(t, n, S_t)
+        keep(t, n, Step(update, k_t, decay[here, ...]))
     if len(plan.rows) < request.B * request.T or not outputs:
         shape = (request.B * request.T, request.HV, request.V)
         o = xp.zeros(shape, dtype=dtype, device=device_of(inputs.q))

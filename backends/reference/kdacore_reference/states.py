@@ -33,7 +33,11 @@ def checked_state_rows(request: Request, inputs: Any, sequences: list[Sequence])
         ContractError: an index, a count or an offset names what is not there, two name a row that
             is written, or a sequence has too many candidates.
     """
-    lengths = np.asarray([s.length for s in sequences])
+    return checked_rows(request, inputs, np.asarray([s.length for s in sequences]))
+
+
+def checked_rows(request: Request, inputs: Any, lengths: Any) -> StateRows:
+    """As :func:`checked_state_rows`, of sequences with these numbers of tokens."""
     given = {name: getattr(inputs, name, None) for name in INDEX_VALUES}
     values = {name: to_int64(x) for name, x in given.items() if x is not None}
     if request.packed:
@@ -61,9 +65,9 @@ def read_states(request: Request, inputs: Any, rows: Several[int], dtype: Any) -
         rows: of ``initial_state``, the only ones that are read; ``ZEROS`` for a state of zeros.
         dtype: of the result.
     """
-    xp = namespace(inputs.q)
+    xp = namespace(inputs[0])
     shape = (len(rows), request.HV, request.K, request.V)
-    states = xp.zeros(shape, dtype=dtype, device=device_of(inputs.q))
+    states = xp.zeros(shape, dtype=dtype, device=device_of(inputs[0]))
     given = inputs.initial_state
     if given is None:
         return states

@@ -44,9 +44,25 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     launch = plan.launch_for(inputs)
     if launch.copied:
         inputs = inputs._replace(**{name: getattr(inputs, name).contiguous() for name in launch.copied})
-    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, _, indices, accepted, out, filled, goals, pool = (
-        inputs
-    )
+    (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        state,
+        cu_seqlens,
+        _,
+        indices,
+        accepted,
+        out,
+        filled,
+        goals,
+        pool,
+        *_records,
+    ) = inputs
     if not launch.fresh_o:
         o = out
     elif out is not None:
@@ -120,6 +136,7 @@ class RecurrentPlan:
             filled,
             goals,
             pool,
+            *_records,
         ) = inputs
         key = (
             q.stride(),

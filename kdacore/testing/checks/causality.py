@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kdacore.calls.arrays import Values, host_values, rounded
+from kdacore.calls.arrays import Values, host_values
 from kdacore.calls.description import specs
 from kdacore.calls.values import PER_TOKEN
+from kdacore.oracle.host_values import rounded
 from kdacore.testing.cases import Case
 from kdacore.testing.checks.gradients import place_weights, run
 from kdacore.testing.compare import Findings, to_float64

@@ -20,7 +20,7 @@ def check_memory(case: Case, placed: dict[str, Placed], results: dict[str, Any],
     ``out`` and a pool that the call writes are results too, and left out here.
     """
     written = {"o"} if "out" in placed else set()
-    if case.option("inplace_state", False):
+    if case.family == "commit" or case.option("inplace_state", False):
         written.add("final_state")
     others = {name: memory for name, p in placed.items() if (memory := memory_of(p.view))}
     for name, x in results.items():

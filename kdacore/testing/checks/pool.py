@@ -12,7 +12,7 @@ from kdacore.testing.cases import Case
 from kdacore.testing.checks.accuracy import check_out, check_result, result_bound
 from kdacore.testing.checks.memory import check_memory
 from kdacore.testing.compare import Findings, bits, to_float64
-from kdacore.testing.expected import expected
+from kdacore.testing.expected import expected, written_arguments
 from kdacore.testing.poisoned_arrays import Placed, arrays, place
 from kdacore.testing.run_call import forward, watched
 
@@ -40,12 +40,16 @@ def check_pool(
     """
     use = case.pool_use
     target = written_pool(case) if use is not None and use.inplace else ""
+    beside = written_arguments(case)
     for p in placed.values():
-        p.check(findings, written=p.name in (target, "out"))
+        p.check(findings, written=p.name in (target, "out", *beside))
     check_out(case, placed, results, findings)
     check_memory(case, placed, results, findings)
     want = expected(case)
-    check_result(case, "o", results["o"], want["o"], findings)
+    if "o" in want:
+        check_result(case, "o", results["o"], want["o"], findings)
+    for name in beside:
+        _check_records(case, values, placed[name], results, findings)
     if target:
         _check_written(case, values, placed[target], results, findings)
     elif "final_state" in want:
@@ -68,7 +72,7 @@ def _check_written(
 ) -> None:
     """The whole pool after an in-place call."""
     mutable = case.kind != "jax"
-    asked = bool(case.option("output_final_state", False))
+    asked = case.family == "commit" or bool(case.option("output_final_state", False))
     after = state.view if mutable else results["final_state"]
     if mutable and asked:
         same = results["final_state"] is after or case.mode == "compile"  # there another tensor of its memory
@@ -84,6 +88,24 @@ def _check_written(
         findings.require(f"pool row {row} untouched", not differ[row], "it was changed")
     got, want = to_float64(after)[written], expected(case)["final_state"][written]
     findings.close("rows written", got, want, result_bound(case, "final_state", after))
+
+
+def _check_records(
+    case: Case, values: Values, placed: Placed, results: dict[str, Any], findings: Findings
+) -> None:
+    """One array of records after a call: a record for each token of a sequence that has a row, nothing else written."""
+    rows, lengths = rows_of(case, values), case.shape.sequence_lengths
+    named = np.zeros(placed.view.shape[:2], bool)
+    for row, length in zip(rows.records, lengths, strict=True):
+        if row != ZEROS:
+            named[row, :length] = True
+    name = placed.name
+    after = results[name] if case.kind == "jax" else placed.view
+    before = place(case, values)[name].view
+    got, want = to_float64(after)[named], expected(case)[name][named]
+    findings.close(name, got, want, result_bound(case, name, after))
+    was, now = (np.frombuffer(bits(x), np.uint8).reshape(*named.shape, -1) for x in (before, after))
+    findings.require(f"{name} of other tokens", bool((was == now)[~named].all()), "it was changed")
 
 
 def _row_bits(pool: Any) -> Any:

@@ -78,6 +78,10 @@ inline float bf16_high(u32 x) { return emu::as_float(x & 0xffff0000u); }
 inline float half_to_float(u16 x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
 inline u16 float_to_half(float x) { const _Float16 h = (_Float16)x; u16 r; memcpy(&r, &h, 2); return r; }
 inline u32 pack_f16(float low, float high) { return (u32)float_to_half(low) | (u32)float_to_half(high) << 16; }
+inline u32 pack_f16_saturated(float low, float high) {
+  const auto limit = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };
+  return pack_f16(limit(low), limit(high));
+}
 inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
 inline uint4 zero_bits() { return {0, 0, 0, 0}; }
 inline u32 multiply_bf16(u32 x, u32 y) { return pack_bf16(bf16_low(x) * bf16_low(y), bf16_high(x) * bf16_high(y)); }

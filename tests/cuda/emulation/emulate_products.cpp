@@ -148,7 +148,7 @@ void read_piece(const Product& p, u32 at, const char* what, double (&x)[8]) {
   note_read(piece, at);
   u16 raw[8];
   memcpy(raw, memory(at, 16), 16);
-  for (int i = 0; i < 8; ++i) x[i] = bf16_low(raw[i]);
+  for (int i = 0; i < 8; ++i) x[i] = operand_half(raw[i], 0);
 }
 // f(a number of the product's sum that a lane holds, its row, its column).
 template <class F>
@@ -169,7 +169,7 @@ void multiply(Fiber* lanes, size_t index) {
   for (int row = 0; row < 16 && !first.left; ++row) {
     for (int k = 0; k < 16; ++k) {
       const u32 word = lanes[4 * (row % 8) + k % 8 / 2].products[index].a[k / 8 * 2 + row / 8];
-      a[row][k] = (k % 2 ? bf16_high(word) : bf16_low(word)) * (first.negative ? -1.0 : 1.0);
+      a[row][k] = operand_half(word, k % 2) * (first.negative ? -1.0 : 1.0);
     }
   }
   each_left_piece(first, [&](u32 at, int row, int k) {

@@ -8,6 +8,7 @@
 
 inline float bf16_low(u32);
 inline float bf16_high(u32);
+inline float half_to_float(u16);
 
 namespace emu {
 
@@ -24,6 +25,12 @@ namespace emu {
 
 // Do the arrays of left operands live until their products have been waited for?
 inline bool left_operands_stay = true;
+// Are the operands of a warpgroup's products float16? Else they are bfloat16.
+inline bool operands_are_f16 = false;
+// 16-bit number i of an operand's register.
+inline float operand_half(u32 word, int i) {
+  return operands_are_f16 ? half_to_float((u16)(word >> 16 * i)) : i ? bf16_high(word) : bf16_low(word);
+}
 
 // All warps of a warpgroup do the same in the same order.
 void take_step(u64 what);
@@ -57,6 +64,9 @@ template <int TRANSPOSED, int N>
 inline void warpgroup_mma_shared(float (&d)[N][4], u64 a, u64 b, int add) {
   emu::issue_shared(&d[0][0], a, b, N, TRANSPOSED, add);
 }
-inline void warpgroup_subtract(float (&d)[16][4], const u32 (&a)[4], u64 b) { emu::issue(&d[0][0], a, b, 16, true, true, true); }
+template <int N>
+inline void warpgroup_subtract(float (&d)[N][4], const u32 (&a)[4], u64 b) {
+  emu::issue(&d[0][0], a, b, N, true, true, true);
+}
 
 #endif

@@ -17,10 +17,18 @@ from kdacore.errors import BackendBuildError
 from kdacore_cuda.build.packaged_executors import FOLDER, MACHINES, SOURCES, executors_in, source_hash
 from kdacore_cuda.build.packaged_files import Row
 
-OPTIONS = (
-    *("-std=c11", "-O2", "-g0", "-s", "-fPIC", "-shared", "-fvisibility=default"),
-    *("-Wall", "-Wextra", "-Werror"),
-)
+OPTIONS = [
+    "-std=c11",
+    "-O2",
+    "-g0",
+    "-s",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=default",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+]
 LIBRARIES = ("-ldl", "-lpthread")
 
 

@@ -38,18 +38,15 @@ class CompiledKernel:
         contain them."""
         found = _USAGE.search(self.log)
         if found is None:
-            raise BackendBuildError(
-                "a kernel", f"no registers and spills in the assembler's log:\n{self.log}"
-            )
+            log = f"no registers and spills in the assembler's log:\n{self.log}"
+            raise BackendBuildError("a kernel", log)
         stack, spills, registers = map(int, found.groups())
         return ResourceUsage(registers, stack, spills)
 
 
-@cache
 def nvrtc_version() -> str:
     """``major.minor`` of the NVRTC library. Raises BackendBuildError when it is not installed."""
-    _, version = _nvrtc()
-    return version
+    return _nvrtc()[1]
 
 
 def arch_problem(arch: str) -> str | None:
@@ -95,21 +92,17 @@ def compile_text(
     """
     nvrtc, _ = _nvrtc()
     options = tuple(options)
-    flags = [option.encode() for option in options]
-    status, program = nvrtc.nvrtcCreateProgram(
-        source.encode(),
-        f"{name}.cu".encode(),
-        len(headers),
+    program = _call(
+        *(name, "nvrtcCreateProgram", source.encode(), f"{name}.cu".encode(), len(headers)),
         [text.encode() for text in headers.values()],
         [include.encode() for include in headers],
     )
-    _check(status, name, "nvrtcCreateProgram")
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-        log = _read(nvrtc, program, "ProgramLog", name).decode(errors="replace").strip("\0\n ")
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
+        log = _read(program, "ProgramLog", name).decode(errors="replace").strip("\0\n ")
         if int(status) != 0:
             raise BackendBuildError(f"{name} ({' '.join(options)})", log or str(status))
-        return CompiledKernel(_read(nvrtc, program, "CUBIN", name), log)
+        return CompiledKernel(_read(program, "CUBIN", name), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -132,20 +125,20 @@ def _nvrtc() -> tuple[Any, str]:
     return nvrtc, f"{major}.{minor}"
 
 
-def _read(nvrtc: Any, program: Any, what: str, name: str) -> bytes:
+def _read(program: Any, what: str, name: str) -> bytes:
     """A result of ``program``: ``ProgramLog`` or ``CUBIN``."""
-    size: int
-    status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
-    _check(status, name, f"nvrtcGet{what}Size")
+    size: int = _call(name, f"nvrtcGet{what}Size", program)
     # The bindings write into the bytes object itself. One byte more than needed, because Python
     # shares one object among all uses of a single-byte value: an empty log would turn b" " into a
     # zero in the whole process.
     buffer = b" " * (size + 1)
-    (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
-    _check(status, name, f"nvrtcGet{what}")
+    _call(name, f"nvrtcGet{what}", program, buffer)
     return buffer[:size]
 
 
-def _check(status: Any, name: str, call: str) -> None:
+def _call(name: str, function: str, *arguments: object) -> Any:
+    """What a function of NVRTC returns, if anything. BackendBuildError of the kernel ``name`` when it fails."""
+    status, *result = getattr(_nvrtc()[0], function)(*arguments)
     if int(status) != 0:
-        raise BackendBuildError(name, f"{call} returned {status}")
+        raise BackendBuildError(name, f"{function} returned {status}")
+    return result[0] if result else None

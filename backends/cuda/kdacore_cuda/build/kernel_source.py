@@ -24,11 +24,7 @@ FORM_MACROS = {
 }
 """Macros that choose a form of a kernel, with their values where :attr:`KernelSource.defines` has no other."""
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
-_BASE_OPTIONS = (
-    "-std=c++17",
-    "-default-device",
-    "--ptxas-options=-v",
-)
+_BASE_OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,7 @@ class KernelSource:
     @property
     def name(self) -> str:
         """A readable identity, for example ``sums-THREADS512``: the file's stem and every macro."""
-        parts = [Path(self.path).stem, *(f"{key}{value}" for key, value in self.defines)]
-        return "-".join(parts)
+        return "-".join([Path(self.path).stem, *(f"{key}{value}" for key, value in self.defines)])
 
     def read(self) -> str:
         """The text of the source file. OSError when it is missing."""
@@ -72,13 +67,9 @@ def gather_headers(source: str) -> dict[str, str]:
     waiting = [*_includes(source)]
     while waiting:
         name = waiting.pop()
-        if name in found:
-            continue
-        text = generated.get(name)
-        if text is None:
-            text = (CSRC / name).read_text()
-        found[name] = text
-        waiting += _includes(text)
+        if name not in found:
+            found[name] = generated[name] if name in generated else (CSRC / name).read_text()
+            waiting += _includes(found[name])
     return dict(sorted(found.items()))
 
 
@@ -89,8 +80,7 @@ def _includes(text: str) -> tuple[str, ...]:
 
 
 def nvrtc_options(kernel: KernelSource, arch: str) -> tuple[str, ...]:
-    """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``); ValueError for a virtual
-    one."""
+    """NVRTC's command line. ``arch`` is a real architecture (``sm_90a``); ValueError for a virtual one."""
     if not arch.startswith("sm_"):
         raise ValueError(f"arch must be sm_*, got {arch!r}")
     macros = kernel.macros | {"EVERY_LANE": int(config.get().cuda_every_lane)}
@@ -102,13 +92,6 @@ def source_key(kernel: KernelSource, arch: str) -> str:
     headers, macros, options, architecture. OSError when a source file is missing; ValueError for a
     virtual architecture."""
     source = kernel.read()
-    digest = hashlib.sha256()
-    parts = (
-        kernel.path,
-        source,
-        *chain.from_iterable(gather_headers(source).items()),
-        *nvrtc_options(kernel, arch),
-    )
-    for part in parts:
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()
+    headers = chain.from_iterable(gather_headers(source).items())
+    parts = (kernel.path, source, *headers, *nvrtc_options(kernel, arch))
+    return hashlib.sha256(b"".join(part.encode() + b"\0" for part in parts)).hexdigest()

@@ -2,7 +2,7 @@
 
 Its rows have, besides those of every packaged file: ``nvrtc``: the compiler's version; ``registers``, ``stack``,
 ``spills``: of one thread, the last two in bytes; ``threads``, ``parameters``, ``shared``:
-:class:`kdacore_cuda.build.cubin_contents.LaunchSizes`.
+:class:`kdacore_cuda.build.launch_sizes.LaunchSizes`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from kdacore_cuda.build.cubin_contents import LaunchSizes
 from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.build.packaged_files import PackagedFiles, Row
 
@@ -45,21 +44,3 @@ def find_packaged(kernel: KernelSource, arch: str, key: str, cubins: PackagedFil
     """
     found = cubins.read(cached_rows(cubins).get(row_name(kernel, arch)), key)
     return None if isinstance(found, str) else found
-
-
-def find_packaged_sizes(
-    kernel: KernelSource, arch: str, key: str, cubins: PackagedFiles = CUBINS
-) -> LaunchSizes | None:
-    """The sizes of launches that the manifest records. None when there are none, or when ``key`` is not that of the
-    sources they were read from."""
-    row = cached_rows(cubins).get(row_name(kernel, arch))
-    return recorded_sizes(row) if row is not None and row["source"] == key else None
-
-
-def recorded_sizes(row: Row) -> LaunchSizes | None:
-    """Those of one row of the manifest; None when it has none, or not only numbers."""
-    shared = row.get("shared")
-    numbers = [row.get("threads"), row.get("parameters"), *shared] if isinstance(shared, list) else [None]
-    if not all(isinstance(number, int) for number in numbers):
-        return None
-    return LaunchSizes(row["threads"], row["parameters"], tuple(row["shared"]))

@@ -37,9 +37,8 @@ class PackagedFiles(NamedTuple):
         except (OSError, ValueError, RecursionError):
             return {}
         rows = document.get(self.kind) if isinstance(document, dict) else None
-        return (
-            {name: row for name, row in rows.items() if self._is_valid(row)} if isinstance(rows, dict) else {}
-        )
+        found = rows.items() if isinstance(rows, dict) else ()
+        return {name: row for name, row in found if self._is_valid(row)}
 
     def _is_valid(self, row: object) -> bool:
         return (
@@ -67,9 +66,8 @@ class PackagedFiles(NamedTuple):
             content = (self.folder / row["file"]).read_bytes()
         except OSError as error:
             return f"it cannot be read: {error}"
-        return (
-            content if hashlib.sha256(content).hexdigest() == row["sha256"] else f"{row['file']} is damaged"
-        )
+        is_whole = hashlib.sha256(content).hexdigest() == row["sha256"]
+        return content if is_whole else f"{row['file']} is damaged"
 
     def add(self, content: bytes, source: str) -> Row:
         """Write a file, and return its row. OSError when it cannot be written."""

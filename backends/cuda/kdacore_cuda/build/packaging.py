@@ -9,9 +9,9 @@ from kdacore import files
 from kdacore.command_types import KernelBuilder
 from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build.compiler import arch_problem, compile_kernel, nvrtc_version
-from kdacore_cuda.build.cubin_contents import read_launch_sizes
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
-from kdacore_cuda.build.packaged_cubins import FOLDER, cached_rows, cubins_in, recorded_sizes, row_name
+from kdacore_cuda.build.launch_sizes import read_launch_sizes
+from kdacore_cuda.build.packaged_cubins import FOLDER, cached_rows, cubins_in, row_name
 from kdacore_cuda.build.packaged_files import MANIFEST, PackagedFiles, Row
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 
@@ -37,13 +37,9 @@ def build_all(
             name are removed.
         report: called with one line per kernel.
 
-    Returns:
-        The cubins of ``archs``, in the order of
-        :func:`kdacore_cuda.forms.packaged_kernels.packaged_kernels`.
-
-    Raises:
-        BackendBuildError: with the compiler's log; the manifest and its files are then unchanged.
-        OSError: the folder cannot be written.
+    Returns the cubins of ``archs``, in the order of :func:`kdacore_cuda.forms.packaged_kernels.packaged_kernels`.
+    Raises BackendBuildError with the compiler's log, the manifest and its files then unchanged, and OSError when the
+    folder cannot be written.
     """
     archs, cubins = tuple(archs), cubins_in(folder)
     files.check_writable(folder / MANIFEST)  # now rather than after minutes of compiling
@@ -63,16 +59,11 @@ def build_all(
 def _build(
     kernel: KernelSource, arch: str, before: Row | None, cubins: PackagedFiles
 ) -> tuple[Row, int, bool]:
-    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before``
-    was kept."""
+    """The row of one kernel, its cubin's size in bytes, and whether the cubin of the row ``before`` was kept."""
     key = source_key(kernel, arch)
     kept = cubins.read(before, key)
-    if before is not None and isinstance(kept, bytes) and "spills" in before and recorded_sizes(before):
+    if before is not None and isinstance(kept, bytes):
         return before, len(kept), True
     built = compile_kernel(kernel, arch)
-    recorded = {
-        "nvrtc": nvrtc_version(),
-        **built.usage()._asdict(),
-        **read_launch_sizes(built.cubin, kernel.entry)._asdict(),
-    }
-    return cubins.add(built.cubin, key) | recorded, len(built.cubin), False
+    sizes = built.usage()._asdict() | read_launch_sizes(built.cubin, kernel.entry)._asdict()
+    return cubins.add(built.cubin, key) | {"nvrtc": nvrtc_version()} | sizes, len(built.cubin), False

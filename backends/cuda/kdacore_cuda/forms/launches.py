@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import ParamStruct
 from kdacore_cuda.runtime.program import Program, Value
 
@@ -84,19 +83,6 @@ class Launches(NamedTuple):
             return self.numbers
         given = dict(zip((*STRIDES, *ROWS), (*layout.strides, *layout.rows), strict=True))
         return self.numbers | {name: x for name, x in given.items() if name in self.numbers}
-
-
-def batch_strides(r: Request, common: Mapping[str, int]) -> dict[str, int]:
-    """Batch strides of contiguous arrays, in elements. ``common``: the numbers of the call's family, which include the
-    token strides."""
-    T = r.T
-    return {
-        "q_sb": T * common["q_st"],
-        "k_sb": T * common["k_st"],
-        "v_sb": T * common["v_st"],
-        "g_sb": T * common["g_st"],
-        "beta_sb": T * common["beta_st"],
-    }
 
 
 def arguments_of(params: ParamStruct) -> dict[str, Value]:

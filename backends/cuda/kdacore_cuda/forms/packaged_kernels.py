@@ -19,7 +19,7 @@ from kdacore_cuda.forms.stages import kernels as stages
 from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
-_WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
+_WARPGROUPS, _BLOCKS, _WIDE = (1, 2), (4, 8), (gated_delta.WIDE,)
 
 
 def packaged_kernels(arch: str) -> Iterator[KernelSource]:
@@ -63,12 +63,13 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(dataflow.walk_kernel),
         _each(gated_delta.records_kernel),
         _each(gated_delta.walk_kernel, _WARPGROUPS, _EITHER),
-        _each(gated_delta.first_segments_kernel, _EITHER),
-        _each(gated_delta.later_segments_kernel, _EITHER),
+        _each(gated_delta.first_segments_kernel, _WIDE, _EITHER),
+        _each(gated_delta.later_segments_kernel, _WIDE, _EITHER),
         _each(gated_delta.records_beside_kernel),
         _each(gated_delta.walk_beside_kernel),
-        _each(gated_delta.outer_segments_kernel, _EITHER),
-        _each(gated_delta.inner_segments_kernel, _EITHER),
+        _each(gated_delta.making_kernel),
+        _each(gated_delta.outer_segments_kernel, _WIDE, _EITHER),
+        _each(gated_delta.inner_segments_kernel, _WIDE, _EITHER),
         _each(gated_delta.backward_walk_kernel, _WARPGROUPS, _EITHER),
         _each(gated_delta.grads_kernel),
         _each(gated_delta.sums_kernel),

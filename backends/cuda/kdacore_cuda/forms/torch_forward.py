@@ -27,8 +27,8 @@ class TorchOp:
         arrays: arguments that the launches take, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`.
         fields: arguments of the op, in order.
         takes_rows: whether rows of states may lie apart.
-        aligned_bias: ``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel must.
-        tells_aligned_states: ``launches_of`` reads whether states do.
+        aligned_bias_and_states: ``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel
+            must, and so must states where ``launches_of`` was told that they do.
         takes_float16_gate: kernels take g as float16.
     """
 
@@ -39,13 +39,11 @@ class TorchOp:
         fields: tuple[str, ...],
         takes_rows: Callable[[Request], bool],
         *,
-        aligned_bias: bool = False,
-        tells_aligned_states: bool = False,
+        aligned_bias_and_states: bool = False,
         takes_float16_gate: bool = False,
     ) -> None:
         self.launches_of, self.arrays, self.fields, self.takes_rows = launches_of, arrays, fields, takes_rows
-        self.aligned_bias, self.tells_aligned_states = aligned_bias, tells_aligned_states
-        self.takes_float16_gate = takes_float16_gate
+        self.aligned_bias_and_states, self.takes_float16_gate = aligned_bias_and_states, takes_float16_gate
         self.take = itemgetter(*map(fields.index, arrays))
         """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
         self.run_of = FamilyCache(partial(_make_run, self))
@@ -100,7 +98,7 @@ def _make_call(op: TorchOp, r: Request, layout: Layout | None) -> FastCall:
     """``layout``: None: contiguous."""
     launches = op.launches_of(r, layout is None or layout.is_plain)
     numbers = launches.program.pack_numbers(launches.with_layout(layout))
-    needs_aligned_states = op.tells_aligned_states and (layout is None or layout.aligned_states)
+    needs_aligned_states = op.aligned_bias_and_states and (layout is None or layout.aligned_states)
     state_bits = ALIGNMENT - 1 if needs_aligned_states else 0  # of addresses of states, which must be 0
     forms = form_of((r.B, r.T, r.HV, r.V)), form_of(r.state_shape)
     buffers = [(launches.buffers.get(name, 0),) for name in ("workspace", "saved")]
@@ -116,7 +114,8 @@ def _make_run(op: TorchOp, r: Request) -> Callable[..., tuple[Any, ...] | None]:
     writes, pool = fields.index("write_indices"), fields.index(r.written_pool)
     initial, bias = fields.index("initial_state"), fields.index("dt_bias")
     # Bits of addresses that must be 0, of g and of dt_bias.
-    g_bits, bias_bits = 0 if r.scalar_gate else ALIGNMENT - 1, ALIGNMENT - 1 if op.aligned_bias else 0
+    bits = ALIGNMENT - 1
+    g_bits, bias_bits = 0 if r.scalar_gate else bits, bits if op.aligned_bias_and_states else 0
     state_dtype, byte, unit = getattr(torch, r.state_dtype), torch.uint8, (1,)
     in_place, returns_state, every = r.inplace_state, r.output_final_state, r.checkpoint_every
     fresh = returns_state and not in_place
@@ -208,21 +207,20 @@ def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> t
         if x is None or name in _TOKENS_AND_STATES or name == "cu_seqlens_cpu":
             continue
         y = x.contiguous()
-        if y.data_ptr() % ALIGNMENT and (name == "out" or (name == "dt_bias" and op.aligned_bias)):
+        if y.data_ptr() % ALIGNMENT and (name == "out" or (name == "dt_bias" and op.aligned_bias_and_states)):
             y = y.clone()
         if y is not x:
             changed[name] = _fresh_output(r, x) if name == "out" else y
     given = inputs._replace(**changed) if changed else inputs
     tokens = given.q, given.k, given.v, given.g, given.beta
     strides = tuple([s for x in tokens for s in x.stride()[:3]])
-    written = rows[r.written_pool] if r.inplace_state else row
+    of_rows = rows["initial_state"], rows[r.written_pool] if r.inplace_state else row
     states = given.initial_state, getattr(given, r.written_pool) if r.inplace_state else None
-    size = ITEM_SIZES[r.state_dtype]
-    aligned_states = not any(
-        x is not None and (x.data_ptr() | y * size) % ALIGNMENT
-        for x, y in zip(states, (rows["initial_state"], written), strict=True)
-    )
-    of_rows, is_contiguous = (rows["initial_state"], written), all(x.is_contiguous() for x in tokens)
+    given_states = [
+        (x, y * ITEM_SIZES[r.state_dtype]) for x, y in zip(states, of_rows, strict=True) if x is not None
+    ]
+    aligned_states = not any((x.data_ptr() | size) % ALIGNMENT for x, size in given_states)
+    is_contiguous = all(x.is_contiguous() for x in tokens)
     if is_contiguous:
         strides = contiguous_token_strides(r)  # of axes of one element torch's may differ
         if aligned_states and of_rows == (row, row):

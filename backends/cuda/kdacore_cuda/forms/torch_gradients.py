@@ -65,14 +65,12 @@ class TorchGradients:
         wanted = InputGrads(*[x is not None for x in inputs[: len(InputGrads._fields)]])
         kind, found = self.saved_kind(request) if saved else "", None
         if is_readable(self.forward, inputs):
-            found = self._backward_of(request, (None, wanted, kind))(
-                inputs, saved, grads.o, grads.final_state
-            )
+            found = self._backward_of(request, (None, wanted, kind))(inputs, saved, *grads)
         if found is None:
             given, layout = readable(self.forward, request, inputs, rows_apart=False)
             call = self._backward_of(request, (layout, wanted, kind))
             with torch.cuda.device(inputs.q.get_device()):
-                found = call(given, tuple([aligned_bytes(x) for x in saved]), grads.o, grads.final_state)
+                found = call(given, tuple([aligned_bytes(x) for x in saved]), *grads)
         if found is None:
             raise ValueError(f"{request.op}: arrays lie off {ALIGNMENT} bytes after they were copied")
         gradients = InputGrads(*found)

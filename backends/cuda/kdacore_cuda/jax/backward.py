@@ -82,12 +82,12 @@ def gradients_of(
     shared = [x for x in _SUMS if x in arrays]
     names = _TOKENS | {x: _SUMS[x] if groups == 1 else _PARTS[x] for x in shared}
     results = {name: form_of(arrays[x]) for x, name in names.items()} | dict(states)
-    cleared = []
-    if groups > 1:  # a sum for each group, by XLA, of what the gradients kernel leaves for each chunk
+    if (
+        groups > 1
+    ):  # a sum for each group, by XLA, of what the gradients kernel leaves for each chunk; no pack
         results |= {_PARTS[x]: ((chunk_slots(r), arrays[x].size), "float32") for x in shared}
-        cleared = [_PARTS[x] for x in shared if r.packed]
     in_place = {"both, written": "both"} if "both" in arrays else {}  # for sums
-    made = make_launches(r, launches, arrays, results, in_place, cleared)
+    made = make_launches(r, launches, arrays, results, in_place)
     gradients = {x: made[name] for x, name in names.items()}
     for x in shared:
         if groups == 1:

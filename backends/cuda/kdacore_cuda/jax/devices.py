@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from kdacore_cuda.runtime.driver import driver
-
-if TYPE_CHECKING:
-    from kdacore_cuda.runtime.kernel import Kernel
 
 ASSUMED_MULTIPROCESSORS = 132
 """Of an H100 or H200: for calls that are exported where there is no GPU. The handler refuses to run
@@ -41,11 +38,6 @@ def memory_rate(index: int) -> int:
     """Bytes a second that the memory of the device with the driver's number ``index`` delivers at most;
     0 where there is no such device."""
     return driver().memory_rate(index) if _device(index) else 0
-
-
-def clusters_at_once(kernel: Kernel, arch: str, index: int) -> int:
-    """0, for unknown: the device that a program is made for may not be here."""
-    return 0
 
 
 @cache

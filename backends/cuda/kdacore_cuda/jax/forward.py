@@ -29,16 +29,8 @@ from kdacore_cuda.jax.partitioning import run_partitioned
 def forward(request: Request, inputs: ChunkInputs | RecurrentInputs) -> Outputs:
     """Whole ops, chunked or recurrent, on traced arrays of CUDA devices.
 
-    Args:
-        request: as of the op's ``forward`` in :mod:`kdacore_cuda.forms`.
-        inputs: its arrays, shaped as :class:`kdacore.types.ChunkInputs` or
-            :class:`kdacore.types.RecurrentInputs` says.
-
-    Returns:
-        As that function; where states are written in place, the pool as it then is.
-
-    Raises:
-        BackendBuildError: a kernel had to be compiled and could not be.
+    Arguments, results and errors as of the op's ``forward`` in :mod:`kdacore_cuda.forms`; where states are written in
+    place, the pool as it then is.
     """
     found = run_batched(partial(run_partitioned, _run), request, given_arrays(request, inputs))
     final = found.get("final_state") if request.output_final_state else None

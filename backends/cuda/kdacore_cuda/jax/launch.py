@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kdacore.arrays.jax_meshes import mesh_axes, out_struct, varying
 from kdacore.types import Request
+from kdacore.verifiers import sm_number
 from kdacore_cuda.forms.chunk_numbers import g_type
 from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.jax import xla_handler
@@ -58,11 +59,13 @@ def make_launches(
     first += [Clear(name, f"bytes of {name}") for name in cleared]
     numbers, known = launches.numbers | sizes, {*plain.arrays, *given, *structs}
     program = Program((*first, *plain.steps), sorted(known), tuple(numbers), plain.one_segment)
-    capability = int("".join(filter(str.isdigit, request.device.arch)))
+    # The rows that are written are those read where no others are named.
+    written = request.written_indices if request.inplace_state else ""
+    device = sm_number(request.device.arch), multiprocessors_of(request)
     words, cubins = program.words(
-        *(launches.arch, capability, multiprocessors_of(request), tuple(given), tuple(structs)),
+        *(launches.arch, *device, tuple(given), tuple(structs)),
         own=program.pack_numbers(numbers),
-        same=_written_rows(request),
+        same={"write_indices": written} if written not in ("", "write_indices") else {},
     )
     xla_handler.add_kernels(cubins)
     call = jax.ffi.ffi_call(
@@ -86,12 +89,6 @@ def _struct(form: Form, *given: Any) -> jax.ShapeDtypeStruct:
 def form_of(x: Any) -> Form:
     """That of an array."""
     return x.shape, x.dtype.name
-
-
-def _written_rows(r: Request) -> dict[str, str]:
-    """Further names of index arrays: the rows that are written are those read where no others are named."""
-    named = r.written_indices if r.inplace_state else ""
-    return {"write_indices": named} if named and named != "write_indices" else {}
 
 
 _READ_NEVER = frozenset({"cu_seqlens_cpu", "out"})

@@ -18,32 +18,29 @@ API_VERSION = (0, 3)
 """Of XLA's interface, that these structs are written for."""
 
 
+def _plain(name: str, *fields: tuple[str, Any]) -> Any:
+    """A struct."""
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:
-    """A struct of XLA's interface: its size and extensions come first in all of them."""
-    head = (("struct_size", _SIZE), ("extension_start", _P))
-    return type(name, (ctypes.Structure,), {"_fields_": [*head, *fields]})
+    """A struct that begins with its size and extensions, as most of XLA's interface do."""
+    return _plain(name, ("struct_size", _SIZE), ("extension_start", _P), *fields)
 
 
 _Version = _struct("Version", ("major", _INT), ("minor", _INT))
 _ErrorArgs = _struct("ErrorArgs", ("message", ctypes.c_char_p), ("code", _INT))
 _StreamArgs = _struct("StreamArgs", ("ctx", _P), ("stream", _P))
 _Buffer = _struct("Buffer", ("dtype", _INT), ("data", _P), ("rank", _I64), ("dims", _P))
-_Buffers = _struct(
-    "Buffers", ("size", _I64), ("types", _P), ("items", ctypes.POINTER(ctypes.POINTER(_Buffer)))
-)
+_Items = ctypes.POINTER(ctypes.POINTER(_Buffer))
+_Buffers = _struct("Buffers", ("size", _I64), ("types", _P), ("items", _Items))
 _Attrs = _struct(
     "Attrs",
     *(("size", _I64), ("types", ctypes.POINTER(_INT)), ("names", ctypes.POINTER(_P))),
     ("items", ctypes.POINTER(_P)),
 )
-_Api = _struct(
-    "Api",
-    ("version", _Version),
-    *(
-        (name, _P)
-        for name in ("internal", "create_error", "get_message", "destroy", "register", "get_stream")
-    ),
-)
+_FUNCTIONS = ("internal", "create_error", "get_message", "destroy", "register", "get_stream")
+_Api = _struct("Api", ("version", _Version), *((name, _P) for name in _FUNCTIONS))
 _Frame = _struct(
     "Frame",
     *(("api", ctypes.POINTER(_Api)), ("ctx", _P), ("stage", _INT)),
@@ -51,22 +48,10 @@ _Frame = _struct(
 )
 
 
-class _Span(ctypes.Structure):
-    _fields_ = (("at", _P), ("size", _SIZE))
-
-
-class _Array(ctypes.Structure):
-    _fields_ = (("dtype", _INT), ("size", _SIZE), ("data", _P))
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = (("struct_size", _SIZE), ("type", _INT), ("next", _P), ("metadata", _P))
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = (("struct_size", _SIZE), ("version", _Version), ("traits", ctypes.c_uint32))
-
-
+_Span = _plain("Span", ("at", _P), ("size", _SIZE))
+_Array = _plain("Array", ("dtype", _INT), ("size", _SIZE), ("data", _P))
+_Extension = _plain("Extension", ("struct_size", _SIZE), ("type", _INT), ("next", _P), ("metadata", _P))
+_Metadata = _plain("Metadata", ("struct_size", _SIZE), ("version", _Version), ("traits", ctypes.c_uint32))
 _Call = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_Frame))
 _Create = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_ErrorArgs))
 _GetStream = ctypes.CFUNCTYPE(_P, ctypes.POINTER(_StreamArgs))

@@ -7,22 +7,15 @@ from collections.abc import Mapping
 
 import jax.ffi
 
+from kdacore_cuda import _driver_missing
 from kdacore_cuda.jax import python_handler
-from kdacore_cuda.runtime import driver, executor
+from kdacore_cuda.runtime import executor
 from kdacore_cuda.runtime.executor import Executor
 from kdacore_cuda.runtime.native_executor import NativeExecutor
 from kdacore_cuda.runtime.program import FORMAT
 
 TARGET = f"kdacore_cuda.launch.{FORMAT}"
 """What XLA knows the handler by. The number is the format of the programs that it is given."""
-
-
-def handler_of(here: Executor) -> object:
-    """The handler that launches by an executor, as ``jax.ffi.pycapsule`` takes it; that of the native one is in its
-    library."""
-    if isinstance(here, NativeExecutor):
-        return here.library.kdacore_ffi_execute
-    return python_handler.make_handler(here)
 
 
 _lock = threading.Lock()
@@ -38,7 +31,11 @@ def register() -> Executor:
     with _lock:
         here = executor.executor()
         if not _registered:
-            handler = handler_of(here)
+            handler: object = (
+                here.library.kdacore_ffi_execute  # that of the native executor is in its library
+                if isinstance(here, NativeExecutor)
+                else python_handler.make_handler(here)
+            )
             jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
             _registered.append(handler)
     return here
@@ -50,7 +47,7 @@ def add_kernels(cubins: Mapping[int, bytes]) -> None:
     Without a driver nothing can run here, and the call is being exported: the executor of the process
     that runs it takes them from its own package.
     """
-    if driver.has_library():
+    if _driver_missing() is None:
         here = register()
         for identity, cubin in cubins.items():
             here.add_kernel(identity, cubin)

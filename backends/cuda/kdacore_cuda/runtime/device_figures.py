@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kdacore.lazy import lazy_module
-from kdacore.types import ArrayKind, Device, Request
+from kdacore.types import ArrayKind, Request
 from kdacore_cuda.architectures import build_arch
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ def memory_rate_of(request: Request) -> int:
 
 def clusters_at_once(request: Request, kernel: Kernel, arch: str) -> int:
     """How many of a kernel's clusters run at once on a request's device, in the context that was current when it was
-    first asked; 0 if there is no driver to ask, as for JAX's programs. Other contexts use the same plans: right
-    with any number, as clusters that wait for others draw tickets.
+    first asked; 0 if there is no driver to ask, as for JAX's programs, whose device may not be here. Other contexts use
+    the same plans: right with any number, as clusters that wait for others draw tickets.
 
     Raises BackendBuildError or DriverError.
     """
-    return int(_library(request.kind).clusters_at_once(kernel, arch, request.device.index))
+    return 0 if request.kind == "jax" else torch_launch.clusters_at_once(kernel, arch, request.device.index)
 
 
 def multiprocessors_of(request: Request) -> int:
@@ -54,8 +54,7 @@ def planned(request: Request) -> Request:
     """The request as kernels are planned for it: on the device as the driver numbers it, which JAX may not."""
     if request.kind != "jax":
         return request
-    device = request.device
-    here = Device(device.type, jax_devices.ordinal(device.index), device.arch)
+    here = dataclasses.replace(request.device, index=jax_devices.ordinal(request.device.index))
     return dataclasses.replace(request, device=here)
 
 

@@ -82,8 +82,7 @@ class Driver:
         self.check(name.removesuffix("_v2"), code)
 
     def make_current(self, device: int) -> None:
-        """Make the context that torch uses on ``device`` current in the calling thread. DriverError
-        if that fails."""
+        """Make the context that torch uses on ``device`` current in the calling thread, or DriverError."""
         context = _P()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self._call("cuCtxSetCurrent", context)
@@ -96,22 +95,22 @@ class Driver:
         return device.value
 
     def _attribute(self, attribute: int, device: int) -> int:
+        """DriverError if there is no device of that number."""
         value = ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
         return value.value
 
     def multiprocessors(self, device: int) -> int:
-        """Multiprocessors of a device. DriverError if there is none of that number."""
+        """Multiprocessors of a device, or DriverError."""
         return self._attribute(_MULTIPROCESSORS, device)
 
     def memory_rate(self, device: int) -> int:
-        """Bytes a second that a device's memory delivers at most, as its clock and bus say. DriverError if
-        there is none of that number."""
+        """Bytes a second that a device's memory delivers at most, as its clock and bus say, or DriverError."""
         clock, bus = (self._attribute(x, device) for x in (_MEMORY_CLOCK, _MEMORY_BUS))
         return 2 * 1000 * clock * bus // 8
 
     def capability(self, device: int) -> int:
-        """Compute capability of a device, times 10. DriverError if there is none of that number."""
+        """Compute capability of a device, times 10, or DriverError."""
         major, minor = (self._attribute(x, device) for x in _CAPABILITY)
         return 10 * major + minor
 
@@ -171,11 +170,8 @@ class Driver:
             self._dll.cuCtxSetCurrent(before)
 
     def load_kernel(self, cubin: bytes, entry: str) -> int:
-        """Handle of ``entry`` in ``cubin``, valid in every context, on every device of that
-        architecture.
-
-        DriverError when the driver refuses the cubin.
-        """
+        """Handle of ``entry`` in ``cubin``, valid in every context, on every device of that architecture. DriverError
+        when the driver refuses the cubin."""
         library, kernel = _P(), _P()
         self._call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
         self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry.encode())
@@ -185,16 +181,6 @@ class Driver:
         """Raise the dynamic shared memory limit of ``kernel`` on ``device`` to ``size`` bytes.
         DriverError if refused."""
         self._call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, size, kernel, device)
-
-
-@cache
-def has_library() -> bool:
-    """Whether there is a driver."""
-    try:
-        ctypes.CDLL(LIBRARY)
-    except OSError:
-        return False
-    return True
 
 
 @cache

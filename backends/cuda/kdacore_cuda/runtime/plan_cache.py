@@ -61,7 +61,3 @@ class PlanCache(Generic[P]):
             self._plans.clear()
         self._plans[key] = request, plan
         return plan
-
-
-LayoutCache = PlanCache
-"""The name where there are layouts."""

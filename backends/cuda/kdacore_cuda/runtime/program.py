@@ -218,7 +218,8 @@ class Program:
             count += 1
         counts = [len(names) - 1 - len(results), len(results), len(self.numbers), len(own) // 8]
         header = [MAGIC << 8 | FORMAT, capability, multiprocessors, *counts, count]
-        return np.array([*map(_signed, [*header, *_as_words(own), *made])], np.int64), cubins
+        words = np.array([word % 2**64 for word in (*header, *_as_words(own), *made)], np.uint64)
+        return words.view(np.int64), cubins
 
     def _kernel_words(self, step: Launch, identity: int, arch: str, numbers: Mapping[str, int]) -> list[int]:
         entry, size, places = step.kernel.source.entry, step.kernel.params.size, []
@@ -258,7 +259,3 @@ def cubin_id(cubin: bytes) -> int:
 
 def _as_words(data: bytes) -> list[int]:
     return [int(x) for x in np.frombuffer(data, np.int64)]
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word

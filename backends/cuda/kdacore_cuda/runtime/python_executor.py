@@ -114,9 +114,16 @@ class PythonExecutor:
                 if values[step[7]]:
                     self._launch(step, values, stream, here)
             elif step[0] == programs.CLEAR:
-                self._clear(values[step[2]], values[step[3]], stream)
+                array, size = values[step[2]], values[step[3]]
+                if size < 0:
+                    raise too_many(f"clearing {size} bytes")
+                self.driver.clear(array, size, stream)
             elif step[0] == programs.COPY:
-                self._copy(values[step[2]], values[step[3]], values[step[4]], stream)
+                argument, result, size = (values[place] for place in step[2:5])
+                if size < 0:
+                    raise too_many(f"a copy of {size} bytes")
+                if argument != result:
+                    self.driver.copy(argument, result, size, stream)
             else:
                 raise damaged("an unknown step")
 
@@ -129,17 +136,6 @@ class PythonExecutor:
                 f"but GPU {here} is sm_{found[0]} with {found[1]}"
             )
         return here
-
-    def _clear(self, array: int, size: int, stream: int) -> None:
-        if size < 0:
-            raise too_many(f"clearing {size} bytes")
-        self.driver.clear(array, size, stream)
-
-    def _copy(self, argument: int, result: int, size: int, stream: int) -> None:
-        if size < 0:
-            raise too_many(f"a copy of {size} bytes")
-        if argument != result:
-            self.driver.copy(argument, result, size, stream)
 
     def _launch(self, step: list[int], values: list[int], stream: int, device: int) -> None:
         entry = struct.pack("<4q", *step[3:7]).rstrip(b"\0").decode()

@@ -1,25 +1,7 @@
-// The 16-bit type of a training stage, HALF_F16 = 0 for bfloat16 and 1 for float16: packing,
-// unpacking, products.
+// Words and pieces of numbers of the 16-bit type of a training stage.
 #pragma once
 
-#include "common/ptx.cuh"
-
-__device__ __forceinline__ u32 pack_half(float low, float high) {
-  return HALF_F16 ? pack_f16(low, high) : pack_bf16(low, high);
-}
-__device__ __forceinline__ float half_low(u32 x) {
-  return HALF_F16 ? half_to_float((u16)x) : bf16_low(x);
-}
-__device__ __forceinline__ float half_high(u32 x) {
-  return HALF_F16 ? half_to_float((u16)(x >> 16)) : bf16_high(x);
-}
-__device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (HALF_F16) {
-    mma_f16(d, a, b0, b1);
-  } else {
-    mma_bf16(d, a, b0, b1);
-  }
-}
+#include "common/half_operands.cuh"
 
 __device__ __forceinline__ u32 word_of(const uint4& x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;

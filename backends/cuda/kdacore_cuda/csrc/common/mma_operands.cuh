@@ -1,14 +1,14 @@
 // Float32 sums as operands of a product: rounded, or in two bfloat16 parts, together about 16 bits.
 #pragma once
 
-#include "common/ptx.cuh"
+#include "common/half_operands.cuh"
 
 // Two neighbouring tiles (8 columns each) as a left operand.
 __device__ __forceinline__ void pack_tiles(const float (&x)[4], const float (&y)[4], u32 (&a)[4]) {
-  a[0] = pack_bf16(x[0], x[1]);
-  a[1] = pack_bf16(x[2], x[3]);
-  a[2] = pack_bf16(y[0], y[1]);
-  a[3] = pack_bf16(y[2], y[3]);
+  a[0] = pack_saturated(x[0], x[1]);
+  a[1] = pack_saturated(x[2], x[3]);
+  a[2] = pack_saturated(y[0], y[1]);
+  a[3] = pack_saturated(y[2], y[3]);
 }
 
 __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {

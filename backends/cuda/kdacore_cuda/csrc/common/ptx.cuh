@@ -109,6 +109,12 @@ __device__ __forceinline__ u32 pack_f16(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+// The same; numbers that are too large become the largest one.
+__device__ __forceinline__ u32 pack_f16_saturated(float low, float high) {
+  u32 r;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 // Explicit, so that kernels that compute the same round alike whatever code surrounds it.
 __device__ __forceinline__ float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 // Zeros that are written only on the path that needs them.

@@ -3,7 +3,15 @@
 // functions.
 #pragma once
 
+#include "common/half_operands.cuh"
 #include "sm90/operand_descriptor.cuh"
+
+// The types of both operands.
+#if HALF_F16
+#define KDA_HALF "f16.f16"
+#else
+#define KDA_HALF "bf16.bf16"
+#endif
 
 // Accumulators as operands of an instruction: tiles from the i-th on, and the names of the first 8,
 // 16, 32 and 64 numbers.
@@ -46,7 +54,7 @@ __device__ __forceinline__ void fence_registers(float (&d)[N][4]) {
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma(float (&d)[2][4], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." KDA_HALF " "
       "{" KDA_NAMES8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14; }"
       : KDA_TILES2(d, 0)
       : KDA_LEFT(a), "l"(b), "r"(add), "n"(TRANSPOSED));
@@ -54,7 +62,7 @@ __device__ __forceinline__ void warpgroup_mma(float (&d)[2][4], const u32 (&a)[4
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma(float (&d)[4][4], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." KDA_HALF " "
       "{" KDA_NAMES16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22; }"
       : KDA_TILES4(d, 0)
       : KDA_LEFT(a), "l"(b), "r"(add), "n"(TRANSPOSED));
@@ -62,7 +70,7 @@ __device__ __forceinline__ void warpgroup_mma(float (&d)[4][4], const u32 (&a)[4
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma(float (&d)[8][4], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." KDA_HALF " "
       "{" KDA_NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
       : KDA_TILES8(d, 0)
       : KDA_LEFT(a), "l"(b), "r"(add), "n"(TRANSPOSED));
@@ -70,14 +78,14 @@ __device__ __forceinline__ void warpgroup_mma(float (&d)[8][4], const u32 (&a)[4
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma(float (&d)[16][4], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." KDA_HALF " "
       "{" KDA_NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }"
       : KDA_TILES16(d, 0)
       : KDA_LEFT(a), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
 // d[64 x 128] -= a[64 x 16] b[16 x 128], the sum over rows of b.
 __device__ __forceinline__ void warpgroup_subtract(float (&d)[16][4], const u32 (&a)[4], u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KDA_NAMES64
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." KDA_HALF " {" KDA_NAMES64
                "}, {%64, %65, %66, %67}, %68, 1, -1, 1, 1;"
                : KDA_TILES16(d, 0)
                : KDA_LEFT(a), "l"(b));
@@ -87,7 +95,7 @@ __device__ __forceinline__ void warpgroup_subtract(float (&d)[16][4], const u32 
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[12][4], u64 a, u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32." KDA_HALF " "
       "{" KDA_NAMES48 "}, %48, %49, p, 1, 1, 0, %51; }"
       : KDA_TILES12(d, 0)
       : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
@@ -95,7 +103,7 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[12][4], u64 a, u
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[8][4], u64 a, u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." KDA_HALF " "
       "{" KDA_NAMES32 "}, %32, %33, p, 1, 1, 0, %35; }"
       : KDA_TILES8(d, 0)
       : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
@@ -103,7 +111,7 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[8][4], u64 a, u6
 template <int TRANSPOSED>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&d)[16][4], u64 a, u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." KDA_HALF " "
       "{" KDA_NAMES64 "}, %64, %65, p, 1, 1, 0, %67; }"
       : KDA_TILES16(d, 0)
       : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));

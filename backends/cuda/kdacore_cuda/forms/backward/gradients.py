@@ -9,7 +9,6 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
 from kdacore_cuda.forms.segments import segment_lengths
-from kdacore_cuda.forms.segments.launches import keeps_maps
 from kdacore_cuda.forms.torch_gradients import TorchGradients
 
 
@@ -18,13 +17,12 @@ def saved_kind(r: Request) -> str:
     sequences have one segment.
 
     A backward without it recomputes it: operands to the same bits
-    (:mod:`kdacore_cuda.forms.saving_forward.workspace`), maps of other segments
+    (:mod:`kdacore_cuda.forms.backward.workspace`), maps of other segments
     (:mod:`kdacore_cuda.forms.segments.workspace`).
     """
     saves = chosen(r).saves
-    if saves == "maps":
-        segments = segment_lengths.lengths_of(r).segments(-(-r.T // CHUNK_TOKENS))
-        return saves if keeps_maps(r, segments) else ""
+    if saves == "maps" and segment_lengths.lengths_of(r).segments(-(-r.T // CHUNK_TOKENS)) < 2:
+        return ""
     return saves
 
 

@@ -1,4 +1,8 @@
-"""The kernels of the chunk backward on Hopper, K = V = 128, whole and in segments: how each is compiled."""
+"""The kernels of the chunk backward on Hopper, K = V = 128, whole and in segments: how each is compiled.
+
+Arguments that kernels of other forms have too: ``float_gate``: ``g`` is float32, not bfloat16; ``bounded``: every log
+decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
+"""
 
 from __future__ import annotations
 
@@ -63,15 +67,11 @@ def segment_chain_kernel(blocks: int) -> Kernel:
 def prepare_kernel(
     float_gate: bool, bounded: bool = True, for_segments: bool = False, leaving_only: bool = False
 ) -> Kernel:
-    """Operands of each chunk, one block per unit.
+    """Operands of each chunk, one block per unit; ``leaving_only``: of the sequence of a pack that ends at T alone.
 
-    Args:
-        float_gate: ``g`` is float32, not bfloat16.
-        bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
-        for_segments: the operands that :mod:`kdacore_cuda.forms.segments.launches` needs, one block
-            of memory per unit; else those of the backward, one array each. For bounded gates
-            :func:`kdacore_cuda.forms.segments.kernels.segments_prepare_kernel` is faster.
-        leaving_only: of the sequence of a pack that ends at T alone.
+    ``for_segments``: the operands that :mod:`kdacore_cuda.forms.segments.launches` needs, one block of memory per unit;
+    else those of the backward, one array each. For bounded gates
+    :func:`kdacore_cuda.forms.segments.kernels.segments_prepare_kernel` is faster.
     """
     more = {"FOR_SEGMENTS": for_segments or None, "LEAVING_ONLY": leaving_only or None}
     return make_kernel(f"{_SOURCES}/prepare", CHUNK_BACKWARD, G_FLOAT=float_gate, BOUNDED=bounded, **more)
@@ -79,13 +79,7 @@ def prepare_kernel(
 
 @cache
 def grads_kernel(float_gate: bool, grouped: bool, bounded: bool = True) -> Kernel:
-    """Every input gradient of a unit; one block per multiprocessor loops over units.
-
-    Args:
-        float_gate: ``g`` is float32, not bfloat16.
-        grouped: HV > H: dq and dk are float32 and one per value head, to be summed by
-            :func:`groups_kernel`.
-        bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
-    """
+    """Every input gradient of a unit; one block per multiprocessor loops over units. ``grouped``: HV > H: dq and dk are
+    float32 and one per value head, to be summed by :func:`groups_kernel`."""
     flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "BOUNDED": bounded}
     return make_kernel(f"{_SOURCES}/grads", CHUNK_BACKWARD, **flags)

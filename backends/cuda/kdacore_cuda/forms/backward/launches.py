@@ -1,7 +1,7 @@
 """The launches of the chunk backward on Hopper as data.
 
 Everything is recomputed from the inputs, where the forward has saved nothing
-(:mod:`kdacore_cuda.forms.saving_forward.workspace`, :mod:`kdacore_cuda.forms.segments.workspace`), in two groups, so
+(:mod:`kdacore_cuda.forms.backward.workspace`, :mod:`kdacore_cuda.forms.segments.workspace`), in two groups, so
 that memory of the first can become gradients. The first: prepare (operands of each chunk) and scan (states forward and
 their gradients in reverse, side by side in one grid; with few heads in segments,
 :mod:`kdacore_cuda.forms.backward.segments`). The second: grads (every input gradient of each chunk), and sums (over the
@@ -15,23 +15,13 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
-from kdacore_cuda.forms.backward.kernels import (
-    GROUPS_THREADS,
-    grads_kernel,
-    groups_kernel,
-    prepare_kernel,
-    scan_kernel,
-    sums_kernel,
-    walk_warpgroups,
-)
+from kdacore_cuda.forms.backward import kernels, workspace
 from kdacore_cuda.forms.backward.segments import WORKSPACE as SEGMENTS_WORKSPACE
 from kdacore_cuda.forms.backward.segments import Walks, scan_in_segments
-from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
+from kdacore_cuda.forms.backward.workspace import WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, gates_of
 from kdacore_cuda.forms.launches import TOKENS, Launches, made_once
-from kdacore_cuda.forms.saving_forward.workspace import SAVED, saved_buffer
-from kdacore_cuda.forms.segments import workspace as saved_maps
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import items_for_choice, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -80,8 +70,10 @@ def launches_of(
         if name not in in_saved:
             numbers[f"{name}_at"] = first.add(size)
     if saved == "maps":
-        places_of_maps = saved_maps.saved_places(sizes["starts"] // saved_maps.START_BYTES)
-        numbers |= {f"{name}_at": at for name, at in places_of_maps.items()}
+        numbers |= {
+            "maps_at": 0,
+            "starts_at": sizes["maps"],
+        }  # as kdacore_cuda.forms.segments.launches saves them
     if not sums_to_caller:
         sums = zeroed if packed else both  # no kernel writes those of a pack's unused slots
         if wanted.A_log:
@@ -94,7 +86,7 @@ def launches_of(
     rows = tokens * r.H
     numbers |= {
         "grads_blocks": min(units, multiprocessors),
-        "group_blocks": -(-rows // (GROUPS_THREADS // 32)),
+        "group_blocks": -(-rows // (kernels.GROUPS_THREADS // 32)),
         "rows": rows,
         "slots": chunk_slots(r),
         "A_type": A_type,
@@ -117,12 +109,12 @@ def _scan_of(
     that it needs beside the common workspace."""
     items, heads = r.N * r.HV, items_for_choice(r)
     if saved == "operands":  # of the scan's blocks the reverse ones come first
-        warpgroups = walk_warpgroups(heads, multiprocessors)
+        warpgroups = kernels.walk_warpgroups(heads, multiprocessors)
         return warpgroups, {"scan_blocks": 2 // warpgroups * items}, {}
     if saved == "maps" or chosen(r).backward_in_segments:
         walks, sizes, own = scan_in_segments(r, saved == "maps", multiprocessors)
         return walks, own | {"prepare_blocks": units}, sizes
-    warpgroups = walk_warpgroups(2 * heads, multiprocessors)
+    warpgroups = kernels.walk_warpgroups(2 * heads, multiprocessors)
     return warpgroups, {"prepare_blocks": units, "scan_blocks": 4 // warpgroups * items}, {}
 
 
@@ -149,29 +141,27 @@ def _in_second(grouped: bool, wanted: InputGrads) -> tuple[str, ...]:
 
 def _in_saved(saved: str) -> tuple[str, ...]:
     """Arrays that the forward has saved, given which."""
-    return {"operands": SAVED, "maps": ("maps", "starts")}.get(saved, ())
+    return {"operands": workspace.SAVED, "maps": ("maps", "starts")}.get(saved, ())
 
 
 @cache
 def _places_in_unit(operands_are_saved: bool) -> tuple[tuple[tuple[str, int], ...], int, int]:
     """Where the arrays of the workspace lie if there is one unit, by the names of those numbers; bytes of a unit in
     the buffers ``first`` and ``both``. All are multiples of 256, so with more units each is as many times that."""
-    places, first, both = saved_buffer(1)[0] if operands_are_saved else {}, Buffer(), Buffer()
-    for name, size in UNIT_BYTES.items():
+    places, first, both = workspace.saved_buffer(1)[0] if operands_are_saved else {}, Buffer(), Buffer()
+    for name, size in workspace.UNIT_BYTES.items():
         if name not in places:
-            places[name] = (first if name in READ_BY_SCAN_ONLY else both).add(size)
+            places[name] = (both if name in _IN_BOTH else first).add(size)
     return tuple((f"{name}_at", at) for name, at in places.items()), first.bytes, both.bytes
+
+
+_IN_BOTH = frozenset(WORKSPACE) - workspace.READ_BY_SCAN_ONLY
+"""Arrays in the buffer ``both``, unless they were saved."""
 
 
 def _place(name: str, saved: str) -> Value:
     """Where an array of the workspace lies."""
-    buffer = (
-        "saved"
-        if name in _in_saved(saved)
-        else "both"
-        if name in WORKSPACE and name not in READ_BY_SCAN_ONLY
-        else "first"
-    )
+    buffer = "saved" if name in _in_saved(saved) else "both" if name in _IN_BOTH else "first"
     return buffer, f"{name}_at"
 
 
@@ -183,9 +173,9 @@ def _first_program(
     more = SEGMENTS_WORKSPACE if walks and walks.maps else ()
     fields: dict[str, Value] = {name: _place(name, saved) for name in (*WORKSPACE, *more)}
     fields["h0"] = "initial_state"
-    kernels = {} if saved == "operands" else {"prepare": prepare_kernel(float_gate, bounded)}
-    kernels |= {"scan": scan_kernel(scan)} if isinstance(scan, int) else dict(scan.kernels())
-    steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in kernels.items()]
+    made = {} if saved == "operands" else {"prepare": kernels.prepare_kernel(float_gate, bounded)}
+    made |= {"scan": kernels.scan_kernel(scan)} if isinstance(scan, int) else dict(scan.kernels())
+    steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in made.items()]
     return Program(steps, FIRST_ARRAYS, tuple(numbers))
 
 
@@ -202,29 +192,28 @@ def _second_program(
     packed: bool,
 ) -> Program:
     """``in_segments``: the call's numbers include the lengths of segments, which the kernels' parameters have."""
-    parts = [f"{x}_part" for x, is_wanted in (("dA", wanted.A_log), ("dbias", wanted.dt_bias)) if is_wanted]
-    left = [name for name in WORKSPACE if name not in READ_BY_SCAN_ONLY]
-    fields: dict[str, Value] = {name: _place(name, saved) for name in left}
+    parts: dict[str, Value] = {}
+    sums: dict[str, Value] = {}
+    for is_wanted, part, *results in (
+        (wanted.A_log, "dA_part", "d_A", "A_type"),
+        (wanted.dt_bias, "dbias_part", "d_bias", "bias_type"),
+    ):
+        if not is_wanted:
+            parts[part] = NOTHING
+            sums |= dict.fromkeys(results, NOTHING)
+        else:
+            parts[part] = part if sums_to_caller else ("zeroed" if packed else "both", f"{part}_at")
+    has_sums = (wanted.A_log or wanted.dt_bias) and not sums_to_caller
+    fields: dict[str, Value] = {name: _place(name, saved) for name in _IN_BOTH}
+    fields |= {"h0": "initial_state"} | parts
     fields |= {f"d{x}": ("second", f"d{x}_at") for x in _in_second(grouped, wanted)}
-    at: dict[str, Value] = {
-        name: name if sums_to_caller else ("zeroed" if packed else "both", f"{name}_at") for name in parts
-    }
-    absent: dict[str, Value] = {name: NOTHING for name in ("dA_part", "dbias_part") if name not in parts}
-    steps: list[Launch | Clear] = []
-    if packed and parts and not sums_to_caller:
-        steps.append(Clear("zeroed", "zeroed_bytes"))
-    grads = grads_kernel(float_gate, grouped, bounded)
-    steps.append(Launch("grads", grads, "grads_blocks", {"h0": "initial_state", **fields, **at, **absent}))
+    steps: list[Launch | Clear] = [Clear("zeroed", "zeroed_bytes")] if packed and has_sums else []
+    steps.append(Launch("grads", kernels.grads_kernel(float_gate, grouped, bounded), "grads_blocks", fields))
     for x in ("q", "k") if grouped else ():
         if getattr(wanted, x):
             own: dict[str, Value] = {f"x_{axis}": f"{x}_{axis}" for axis in ("sb", "st", "sh")}
             own |= {"x": x, "part": fields[f"d{x}"], "out": f"d{x}", "flags": "call_flags"}
-            steps.append(Launch(f"groups of {x}", groups_kernel(), "group_blocks", own))
-    if parts and not sums_to_caller:
-        sums: dict[str, Value] = {**at, **absent}
-        if "dA_part" not in parts:
-            sums |= {"d_A": NOTHING, "A_type": NOTHING}
-        if "dbias_part" not in parts:
-            sums |= {"d_bias": NOTHING, "bias_type": NOTHING}
-        steps.append(Launch("sums", sums_kernel(), "HV", sums))
+            steps.append(Launch(f"groups of {x}", kernels.groups_kernel(), "group_blocks", own))
+    if has_sums:
+        steps.append(Launch("sums", kernels.sums_kernel(), "HV", parts | sums))
     return Program(steps, SECOND_ARRAYS, tuple(numbers))

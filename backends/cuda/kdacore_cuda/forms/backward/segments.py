@@ -14,12 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kdacore.types import Request
-from kdacore_cuda.forms.backward.kernels import (
-    scan_kernel,
-    segment_chain_kernel,
-    segment_maps_kernel,
-    walk_warpgroups,
-)
+from kdacore_cuda.forms.backward import kernels
 from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, backward_segment_chunks, chain_blocks
@@ -54,9 +49,9 @@ class Walks(NamedTuple):
     def kernels(self) -> Iterator[tuple[str, Kernel]]:
         """The launches with their names, in order."""
         if self.maps:
-            yield "maps", segment_maps_kernel(self.maps)
-            yield "chain", segment_chain_kernel(self.chain)
-        yield "scan", scan_kernel(self.scan, in_segments=True)
+            yield "maps", kernels.segment_maps_kernel(self.maps)
+            yield "chain", kernels.segment_chain_kernel(self.chain)
+        yield "scan", kernels.scan_kernel(self.scan, in_segments=True)
 
 
 def scan_in_segments(
@@ -78,7 +73,7 @@ def scan_in_segments(
     flags = flags_of(r) | (FLAGS["KEPT_MAPS"] if saved else 0)
     numbers = {**lengths.parameters(segments), "flags": flags}
     scan_walks = 2 * slots * r.HV
-    walks = Walks(walk_warpgroups(scan_walks, multiprocessors))
+    walks = Walks(kernels.walk_warpgroups(scan_walks, multiprocessors))
     numbers["scan_blocks"] = 2 // walks.scan * scan_walks
     if segments > 1:
         mapped = (slots if r.packed else r.N * (segments - 1)) * r.HV
@@ -86,7 +81,7 @@ def scan_in_segments(
         idle = 0 if r.packed or saved else items  # first segments have no A
         directions = 1 if saved else 2
         blocks = chain_blocks(directions * items, multiprocessors)
-        walks = Walks(walks.scan, walk_warpgroups(maps - idle, multiprocessors), blocks)
+        walks = Walks(walks.scan, kernels.walk_warpgroups(maps - idle, multiprocessors), blocks)
         numbers |= {
             "maps_blocks": 2 // walks.maps * maps,
             "chain_blocks": directions * blocks * items,

@@ -1,4 +1,4 @@
-"""Arrays of the chunk backward's workspace."""
+"""Arrays of the chunk backward's workspace, and which of them a forward saves for it under ``disable_recompute``."""
 
 from __future__ import annotations
 
@@ -35,3 +35,15 @@ class Buffer:
         """The offset of an array of ``size`` bytes."""
         at, self.bytes = self.bytes, self.bytes - (-size // 256) * 256
         return at
+
+
+SAVED = ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "h", "last", "rows")
+"""What prepare and the walk forward of the scan leave, which the form saving_forward saves: the backward then launches
+neither, and its gradients have the same bits. u is v minus the state's prediction, as the scan leaves it."""
+
+
+def saved_buffer(units: int) -> tuple[dict[str, int], int]:
+    """Offset of each array in the buffer that is saved, in bytes, for ``units`` chunk slots times value heads, and
+    bytes of the buffer."""
+    buffer = Buffer()
+    return {name: buffer.add(units * UNIT_BYTES[name]) for name in SAVED}, buffer.bytes

@@ -15,12 +15,8 @@ WALK_BLOCKS = 2
 
 @cache
 def prepare_units_kernel(float_gate: bool, bounded: bool) -> Kernel:
-    """Operands of each chunk; a block computes one unit after another, several at once.
-
-    Args:
-        float_gate: ``g`` is float32, not bfloat16.
-        bounded: every log decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
-    """
+    """Operands of each chunk (arguments as of :mod:`kdacore_cuda.forms.backward.kernels`); a block computes one unit
+    after another, several at once."""
     flags = {"G_FLOAT": float_gate, "BOUNDED": bounded, "FOR_SEGMENTS": True, "SIDE_BY_SIDE": True}
     return make_kernel(f"{_SOURCES}/prepare_units", CHUNK_BACKWARD, **flags)
 

@@ -20,13 +20,11 @@ def chunk_forward_kernel(
     many_short: bool = False,
     helped: bool = False,
 ) -> Kernel:
-    """The chunk forward kernel.
+    """The chunk forward kernel. ``bounded``, ``float_gate``: as of :mod:`kdacore_cuda.forms.backward.kernels`.
 
     Args:
         K: head dim, K = V.
         cluster: one of :func:`cluster_sizes`.
-        bounded: every log decay lies in [-5, 0].
-        float_gate: ``g`` is float32, not bfloat16.
         arch: the real architecture to compile for.
         many_short: that of many short sequences (:func:`kdacore_cuda.choice.are_many_short`).
         helped: others prepare steps (:func:`kdacore_cuda.choice.preparing_clusters`).
@@ -71,33 +69,15 @@ def _hopper_flags(cluster: int, many_short: bool, helped: bool) -> dict[str, int
     }
 
 
-# The portable kernel: a scan warp carries 16 (or 32) columns of V, a prepare warp works on chunks
-# of 16 tokens.
-
-
 def _portable_flags(K: int, cluster: int, bounded: bool, arch: str) -> dict[str, int]:
+    """A scan warp carries 16 columns of V, or 32 where a block has all 128. A prepare warp works on chunks of 16
+    tokens; there is at most one for each chunk in the ring buffer. That holds as many as fit, a multiple of 4 so that
+    every cluster size divides it."""
+    has_room = SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024
+    stages = (12 if K == 128 else 16) if has_room else 4
     return {
         "WARPGROUP": arch == HOPPER and K == 64,  # its products take 64 columns of V at a time
-        "STAGES": _portable_stages(K, arch),
-        "PREPARE_WARPS": _prepare_warps(K, cluster, arch),
+        "STAGES": stages,
+        "PREPARE_WARPS": min(8 if cluster == 1 else 4, stages // cluster),
         "SLICE_UNROLL": 2 if bounded else 1,
     }
-
-
-def _portable_stages(K: int, arch: str) -> int:
-    """Chunks in the ring buffer: as many as fit, a multiple of 4 so that every cluster size divides
-    it."""
-    wanted = 12 if K == 128 else 16
-    return wanted if SHARED_LIMITS.get(arch, 99 * 1024) > 200 * 1024 else 4
-
-
-def _scan_warps(K: int, cluster: int) -> int:
-    """Warps of a block that carry the state: 16 columns of V each; 32 where a block has all 128."""
-    columns = K // cluster
-    return columns // 32 if columns == 128 else columns // 16
-
-
-def _prepare_warps(K: int, cluster: int, arch: str) -> int:
-    """Warps of a block that prepare chunks, at most one per stage of the ring buffer."""
-    wanted = 8 if _scan_warps(K, cluster) == 4 and cluster == 1 else 4
-    return min(wanted, _portable_stages(K, arch) // cluster)

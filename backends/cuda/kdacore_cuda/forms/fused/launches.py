@@ -22,14 +22,10 @@ def launches_of(r: Request) -> Launches:
     arch, clusters = arch_of(r), chosen(r).clusters
     if clusters is None:
         raise ValueError(f"{r.op}: another form serves this call")
-    numbers = call_numbers(r) | {
-        "clusters": clusters.resident,
-        "blocks": clusters.blocks(r.N * r.HV),
-    }
+    numbers = call_numbers(r) | {"clusters": clusters.resident, "blocks": clusters.blocks(r.N * r.HV)}
     used = workspace_bytes(r, clusters)
-    has_tail = bool(r.checkpoint_count) and has_hopper_kernel(r.K, arch)
     has_workspace = used > 0
-    if has_tail:
+    if has_tail := bool(r.checkpoint_count) and has_hopper_kernel(r.K, arch):
         used = -(-used // 256) * 256
         numbers |= {
             "states_at": used,
@@ -39,9 +35,8 @@ def launches_of(r: Request) -> Launches:
         }
         used += 4 * r.checkpoint_count * r.HV * r.K * r.V
     float_gate, bounded = gates_of(r)
-    kernel = chunk_forward_kernel(
-        *(r.K, clusters.size, bounded, float_gate, arch), clusters.many_short, clusters.preparing > 0
-    )
+    more = clusters.many_short, clusters.preparing > 0
+    kernel = chunk_forward_kernel(r.K, clusters.size, bounded, float_gate, arch, *more)
     program = _program(numbers, kernel, has_workspace, has_tail)
     return Launches(program, numbers, arch, {"workspace": used})
 
@@ -53,14 +48,7 @@ def _program(numbers: Iterable[str], kernel: Kernel, has_workspace: bool, has_ta
         fields["workspace"] = NOTHING
     steps = [Launch("fused", kernel, "blocks", fields)]
     if has_tail:
-        states = ("workspace", "states_at")
-        fields["mark_states"] = states
-        steps.append(
-            Launch(
-                "tail",
-                checkpoint_tail_kernel(),
-                "tail_blocks",
-                arguments_of(CHECKPOINT_TAIL) | {"mark_states": states},
-            )
-        )
+        fields["mark_states"] = "workspace", "states_at"
+        tail = arguments_of(CHECKPOINT_TAIL) | {"mark_states": fields["mark_states"]}
+        steps.append(Launch("tail", checkpoint_tail_kernel(), "tail_blocks", tail))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

@@ -19,7 +19,12 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
 from kdacore_cuda.forms.gated_delta.backward_segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.gradient_launches import GradientLaunches
-from kdacore_cuda.forms.gated_delta.kernels import backward_walk_kernel, records_kernel
+from kdacore_cuda.forms.gated_delta.kernels import (
+    Variant,
+    backward_walk_kernel,
+    records_kernel,
+    variant_of,
+)
 from kdacore_cuda.forms.gated_delta.launches import call_numbers
 from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_BYTES, places
 from kdacore_cuda.forms.launches import Launches, made_once
@@ -39,7 +44,7 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     """The launches of a backward, given contiguous arrays.
 
     Args:
-        r: the call; bfloat16 q, k and v, K = V = 128, no pools.
+        r: the call; bfloat16 or float16 q, k and v, K and V up to 128, no pools.
         wanted: for each gradient whether a call returns it.
         saved: what is there of the forward's: :attr:`kdacore_cuda.choice.Choice.saves`.
         sums_to_caller: sums for gradients of A_log and dt_bias over chunks are left to the caller.
@@ -58,13 +63,13 @@ def launches_of(r: Request, wanted: InputGrads, saved: str = "", sums_to_caller:
     if cut is not None:
         numbers |= numbers_of(r, cut, workspace)
     walk = (True, cut.chain) if cut else (False, warpgroups)
-    program = _program(numbers, walk, bool(saved), gradients)
+    program = _program(numbers, variant_of(r), walk, bool(saved), gradients)
     return Launches(program, numbers, arch_of(r), {"workspace": workspace.bytes, **buffers})
 
 
 @made_once
 def _program(
-    numbers: Iterable[str], walk: tuple[bool, int], saved: bool, gradients: GradientLaunches
+    numbers: Iterable[str], of: Variant, walk: tuple[bool, int], saved: bool, gradients: GradientLaunches
 ) -> Program:
     """``walk``: whether walks are cut into segments, and then blocks a state of the chain, else warpgroups of a
     block."""
@@ -75,10 +80,10 @@ def _program(
     steps: list[Launch | Clear] = [*gradients.cleared()]
     if not saved:
         records: dict[str, Value] = {"records": fields["records"]}
-        steps.append(Launch("records", records_kernel(), "record_blocks", records))
+        steps.append(Launch("records", records_kernel(of), "record_blocks", records))
     cut, size = walk
     if cut:
-        steps += steps_of(fields, size)
+        steps += steps_of(fields, of, size)
     else:
-        steps.append(Launch("walks", backward_walk_kernel(size, not saved), "walk_blocks", fields))
-    return Program([*steps, *gradients.steps(fields)], ARRAYS, tuple(numbers))
+        steps.append(Launch("walks", backward_walk_kernel(size, not saved, of), "walk_blocks", fields))
+    return Program([*steps, *gradients.steps(fields, of)], ARRAYS, tuple(numbers))

@@ -17,7 +17,11 @@ from kdacore_cuda.forms.backward.segments import workspace_bytes
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK
-from kdacore_cuda.forms.gated_delta.kernels import inner_segments_kernel, outer_segments_kernel
+from kdacore_cuda.forms.gated_delta.kernels import (
+    Variant,
+    inner_segments_kernel,
+    outer_segments_kernel,
+)
 from kdacore_cuda.forms.gated_delta.segment_lengths import lengths_for
 from kdacore_cuda.forms.gated_delta.segments import Cut, slots_of
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
@@ -61,15 +65,16 @@ def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
     }
 
 
-def steps_of(walks: Mapping[str, Value], chain: int) -> Iterator[Launch]:
+def steps_of(walks: Mapping[str, Value], of: Variant, chain: int) -> Iterator[Launch]:
     """The launches in the place of the walks'.
 
     Args:
         walks: fields of the walks.
+        of: the variant of the kernels.
         chain: as :attr:`Cut.chain`.
     """
     places: dict[str, Value] = {name: ("workspace", f"{name}_at") for name in ("maps", "starts", "ends")}
-    yield Launch("outer", outer_segments_kernel(), "outer_blocks", {**walks, **places})
+    yield Launch("outer", outer_segments_kernel(of), "outer_blocks", {**walks, **places})
     if chain:
         yield Launch("chain", segment_chain_kernel(chain), "chain_blocks", {**places, "h0": NOTHING})
-    yield Launch("inner", inner_segments_kernel(), "inner_blocks", {**walks, **places})
+    yield Launch("inner", inner_segments_kernel(of), "inner_blocks", {**walks, **places})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kdacore.types import InputGrads, Request
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
-from kdacore_cuda.forms.gated_delta.kernels import grads_kernel, sums_kernel
+from kdacore_cuda.forms.gated_delta.kernels import Variant, grads_kernel, sums_kernel
 from kdacore_cuda.forms.launches import TOKENS
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import type_code
@@ -72,9 +72,10 @@ class GradientLaunches(NamedTuple):
         """What comes before all other launches."""
         return [Clear("zeroed", "zeroed_bytes")] if self.packed and self._sums else []
 
-    def steps(self, fields: Mapping[str, Value]) -> Iterator[Launch]:
-        """The launches. ``fields``: those of the walks, :meth:`fields` among them."""
-        yield Launch("grads", grads_kernel(), "grads_blocks", fields)
+    def steps(self, fields: Mapping[str, Value], of: Variant) -> Iterator[Launch]:
+        """The launches. ``fields``: those of the walks, :meth:`fields` among them; ``of``: the variant of the
+        kernels."""
+        yield Launch("grads", grads_kernel(of), "grads_blocks", fields)
         if self._sums:
             of_sums = {name: fields[name] for name in _PARTS}
             if "dA_part" not in self.parts:

@@ -1,9 +1,11 @@
-"""The kernels of ``chunk_gated_delta_rule`` on Hopper, K = V = 128."""
+"""The kernels of ``chunk_gated_delta_rule`` on Hopper, K and V up to 128."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
+from kdacore.types import Request
 from kdacore_cuda.kernel_parameters import (
     GATED_DELTA,
     GATED_DELTA_BACKWARD,
@@ -18,10 +20,47 @@ from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 _SOURCES = "sm90/gated_delta"
 
 
+class Variant(NamedTuple):
+    """What kernels are compiled for, besides their blocks."""
+
+    narrow: bool = False
+    """Heads have fewer than 128 channels or values: csrc/sm90/gated_delta/head_dims.cuh."""
+    float16: bool = False
+    """q, k, v and operands of products are float16, else bfloat16."""
+    marks: bool = False
+    """The walk may have checkpoints at chosen tokens: csrc/sm90/gated_delta/walk_checkpoints.cuh."""
+
+
+WIDE = Variant()
+"""K = V = 128, bfloat16."""
+
+
+def variant_of(r: Request) -> Variant:
+    """That of the kernels of a call."""
+    return Variant(min(r.K, r.V) < 128, r.dtype == "float16", r.checkpoint_count > 0)
+
+
+# In the functions that follow ``of`` is the variant.
+
+
+def _kernel(name: str, params: ParamStruct, of: Variant = WIDE, **macros: int | None) -> Kernel:
+    return _made(name, params, of._replace(marks=False), tuple(macros.items()))
+
+
+def _walk(name: str, params: ParamStruct, of: Variant, **macros: int | None) -> Kernel:
+    """One that may write checkpoints at chosen tokens."""
+    return _made(name, params, of, tuple(macros.items()))
+
+
 @cache
-def records_kernel() -> Kernel:
+def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, int | None], ...]) -> Kernel:
+    variant = {"NARROW": of.narrow or None, "HALF_F16": of.float16 or None, "MARKS": of.marks or None}
+    return make_kernel(f"{_SOURCES}/{name}", params, **variant, **dict(macros))
+
+
+def records_kernel(of: Variant = WIDE) -> Kernel:
     """The record of every chunk and value head: a block for each chunk and key head."""
-    return make_kernel(f"{_SOURCES}/chunk_records", GATED_DELTA)
+    return _kernel("chunk_records", GATED_DELTA, of)
 
 
 RECORD_PLACES = 2
@@ -30,10 +69,9 @@ BLOCKS_BESIDE = 2
 """Blocks of :func:`walk_beside_kernel` for each sequence and value head."""
 
 
-@cache
-def records_beside_kernel() -> Kernel:
+def records_beside_kernel(of: Variant = WIDE) -> Kernel:
     """The same records by blocks that live as long as the launch, each on a multiprocessor of its own."""
-    return make_kernel(f"{_SOURCES}/chunk_records_beside", GATED_DELTA_BESIDE)
+    return _kernel("chunk_records_beside", GATED_DELTA_BESIDE, of)
 
 
 def records_blocks_beside(units: int, items: int, multiprocessors: int) -> int:
@@ -42,14 +80,17 @@ def records_blocks_beside(units: int, items: int, multiprocessors: int) -> int:
     return min(-(-units // RECORD_PLACES), max(1, multiprocessors - BLOCKS_BESIDE * items))
 
 
-@cache
-def walk_beside_kernel() -> Kernel:
+def walk_beside_kernel(of: Variant = WIDE) -> Kernel:
     """:func:`walk_kernel` with one warpgroup, beside :func:`records_beside_kernel`. The same bits."""
-    return make_kernel(f"{_SOURCES}/walk_records_beside", GATED_DELTA_BESIDE, WARPGROUPS=2 // BLOCKS_BESIDE)
+    return _walk("walk_records_beside", GATED_DELTA_BESIDE, of, WARPGROUPS=2 // BLOCKS_BESIDE)
 
 
-@cache
-def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
+def making_kernel(of: Variant = WIDE) -> Kernel:
+    """Records and walks in one launch: every block makes records, for all, and walks. The same bits."""
+    return _walk("walk_making_records", GATED_DELTA_BESIDE, of, WARPGROUPS=1)
+
+
+def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Kernel:
     """Outputs and states of every sequence and value head, from the records.
 
     Args:
@@ -58,62 +99,60 @@ def walk_kernel(warpgroups: int, keeps: bool = False) -> Kernel:
             :data:`~kdacore_cuda.kernel_parameters.GATED_DELTA_BACKWARD`.
     """
     if keeps:
-        return make_kernel(f"{_SOURCES}/walk_records_keeping", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups)
-    return make_kernel(f"{_SOURCES}/walk_records", GATED_DELTA, WARPGROUPS=warpgroups)
+        return _kernel("walk_records_keeping", GATED_DELTA_BACKWARD, of, WARPGROUPS=warpgroups)
+    return _walk("walk_records", GATED_DELTA, of, WARPGROUPS=warpgroups)
 
 
-@cache
-def first_segments_kernel(of_slice: bool = False) -> Kernel:
+def first_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
     """The first segment of every sequence and value head, walked from its start, beside the maps of the others: two
     blocks each. ``of_slice``: of a slice of a row, from an unknown state: maps alone."""
-    return _of_segments("walk_first_segments", GATED_DELTA_SEGMENTS, of_slice)
+    return _walk("walk_first_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, OF_SLICE=of_slice or None)
 
 
-@cache
-def later_segments_kernel(of_slice: bool = False) -> Kernel:
+def later_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
     """All other segments, walked from their starts: two blocks each. ``of_slice``: the first ones, too."""
-    return _of_segments("walk_later_segments", GATED_DELTA_SEGMENTS, of_slice)
+    return _walk("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, OF_SLICE=of_slice or None)
 
 
-@cache
-def outer_segments_kernel(of_slice: bool = False) -> Kernel:
+CHECKPOINT_BLOCKS = 2
+"""Blocks of :func:`to_checkpoints_kernel` for each checkpoint and value head."""
+
+
+def to_checkpoints_kernel(of: Variant = WIDE) -> Kernel:
+    """Checkpoints at tokens inside a chunk, from the states at its start."""
+    return _kernel("walk_to_checkpoints", GATED_DELTA, of, WARPGROUPS=2 // CHECKPOINT_BLOCKS)
+
+
+def outer_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
     """What a backward keeps of every sequence's first segment, the gradients of every last one, and the maps of those
     between, of states and of gradients: two blocks each. ``of_slice``: of a slice of a row, from an unknown gradient:
     no last ones, and maps of the outermost segments, too."""
-    return _of_segments("walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, of_slice)
+    macros = {"WARPGROUPS": 1, "OF_SLICE": of_slice or None}
+    return _kernel("walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, of, **macros)
 
 
-@cache
-def inner_segments_kernel(of_slice: bool = False) -> Kernel:
+def inner_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
     """What a backward keeps of all other segments, and the gradients of all but the last: two blocks each.
     ``of_slice``: of the last ones, too."""
-    return _of_segments("walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, of_slice)
+    macros = {"WARPGROUPS": 1, "OF_SLICE": of_slice or None}
+    return _kernel("walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, of, **macros)
 
 
-def _of_segments(name: str, params: ParamStruct, of_slice: bool) -> Kernel:
-    return make_kernel(f"{_SOURCES}/{name}", params, WARPGROUPS=1, OF_SLICE=of_slice or None)
-
-
-@cache
-def grads_kernel() -> Kernel:
+def grads_kernel(of: Variant = WIDE) -> Kernel:
     """Every input gradient of a chunk and key head; a block per multiprocessor loops over them."""
-    return make_kernel(f"{_SOURCES}/unit_grads", GATED_DELTA_BACKWARD)
+    return _kernel("unit_grads", GATED_DELTA_BACKWARD, of)
 
 
-@cache
-def backward_walk_kernel(warpgroups: int, with_states: bool) -> Kernel:
+def backward_walk_kernel(warpgroups: int, with_states: bool, of: Variant = WIDE) -> Kernel:
     """The gradients of v and of every chunk's state, from the records: a walk from each sequence's end.
 
     Args:
         warpgroups: as of :func:`walk_kernel`; the grid has ``2 // warpgroups`` blocks a sequence and value head.
         with_states: as many more blocks recompute u and the states, beside them.
     """
-    return make_kernel(
-        f"{_SOURCES}/walk_backward", GATED_DELTA_BACKWARD, WARPGROUPS=warpgroups, WITH_STATES=with_states
-    )
+    return _kernel("walk_backward", GATED_DELTA_BACKWARD, of, WARPGROUPS=warpgroups, WITH_STATES=with_states)
 
 
-@cache
 def sums_kernel() -> Kernel:
     """Gradients of A_log and dt_bias: sums over chunks, one block a value head."""
-    return make_kernel(f"{_SOURCES}/gate_sums", SUMS)
+    return _kernel("gate_sums", SUMS)

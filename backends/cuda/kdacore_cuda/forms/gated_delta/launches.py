@@ -1,6 +1,7 @@
 """The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, and a walk over each sequence and value
 head, one after the other or side by side, or what :mod:`kdacore_cuda.forms.gated_delta.segments` puts in the walk's
-place. Side by side the walk takes each record as soon as flags in the workspace say that it is written."""
+place. Side by side, in two launches or in one, the walk takes each record as soon as flags in the workspace say that it
+is written."""
 
 from __future__ import annotations
 
@@ -14,27 +15,33 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
     BLOCKS_BESIDE,
+    CHECKPOINT_BLOCKS,
+    Variant,
+    making_kernel,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
+    to_checkpoints_kernel,
+    variant_of,
     walk_beside_kernel,
     walk_kernel,
 )
 from kdacore_cuda.forms.gated_delta.segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.workspace import RECORD_FLAGS_BYTES, SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
+from kdacore_cuda.forms.segments.workspace import START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.program import LAUNCH, Launch, Program, Value
+from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
-    """The launches of a call; bfloat16 q, k and v, K = V = 128. What it saves for the backward is the buffer
-    ``saved``."""
+    """The launches of a call; bfloat16 or float16 q, k and v, K and V up to 128. What it saves for the backward is the
+    buffer ``saved``."""
     choice = chosen(r)
-    if choice.beside:
-        return _launches_beside(r)
+    if choice.records != "before":
+        return _launches_with_flags(r, choice.records == "within")
     saves, cut = bool(choice.saves), cut_of(r)
     items = r.N * r.HV
     warpgroups = walk_warpgroups(items, multiprocessors_of(r))
@@ -43,21 +50,42 @@ def launches_of(r: Request) -> Launches:
     numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, buffer)
     if cut is not None:
         numbers |= numbers_of(r, cut, buffer)
-    program = _program(numbers, warpgroups, saves, cut is not None, cut.chain if cut else 0)
+    numbers |= _checkpoint_numbers(r, buffer)
+    program = _program(numbers, variant_of(r), warpgroups, saves, cut is not None, cut.chain if cut else 0)
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
 
-def _launches_beside(r: Request) -> Launches:
-    """Those of a call whose records are made while others are walked
-    (:func:`kdacore_cuda.choice.use_records_beside`)."""
+def _launches_with_flags(r: Request, within: bool) -> Launches:
+    """Those of a call whose records are made while others are walked: by blocks of their own
+    (:func:`kdacore_cuda.choice.use_records_beside`), or ``within`` those that walk."""
     slots, items, buffer = chunk_slots(r), r.N * r.HV, Buffer()
+    multiprocessors, walks = multiprocessors_of(r), BLOCKS_BESIDE * items
     numbers = call_numbers(r, for_backward=False) | places(("records",), slots * r.HV, buffer)
-    numbers |= {
-        "flags_at": buffer.add(slots * r.HV * RECORD_FLAGS_BYTES),
-        "record_blocks": records_blocks_beside(slots * r.H, items, multiprocessors_of(r)),
-        "walk_blocks": BLOCKS_BESIDE * items,
+    numbers["flags_at"] = buffer.add(slots * r.HV * RECORD_FLAGS_BYTES)
+    if within:
+        numbers |= {"tickets_at": buffer.add(8), "walk_blocks": multiprocessors}
+    else:
+        beside = records_blocks_beside(slots * r.H, items, multiprocessors)
+        numbers |= {"record_blocks": beside, "walk_blocks": walks}
+    numbers |= _checkpoint_numbers(r, buffer)
+    return Launches(
+        _program_with_flags(numbers, variant_of(r), within), numbers, arch_of(r), {"workspace": buffer.bytes}
+    )
+
+
+def _checkpoint_numbers(r: Request, buffer: Buffer) -> dict[str, int]:
+    """Those of checkpoints at chosen tokens. Adds the states at the starts of their chunks to a buffer."""
+    if not r.checkpoint_count:
+        return {}
+    matrices = r.checkpoint_count * r.HV
+    return {
+        "mark_states_at": buffer.add(matrices * START_BYTES),
+        "checkpoint_blocks": CHECKPOINT_BLOCKS * matrices,
     }
-    return Launches(_program_beside(numbers), numbers, arch_of(r), {"workspace": buffer.bytes})
+
+
+def _checkpoint_states(of: Variant) -> dict[str, Value]:
+    return {"mark_states": ("workspace", "mark_states_at")} if of.marks else {}
 
 
 def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
@@ -69,6 +97,8 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
     """
     slots = chunk_slots(r)
     numbers = chunk_numbers(r) | {
+        "K": r.K,
+        "V": r.V,
         "g_type": type_code(r, "g"),
         "units": slots * r.H,
         "record_blocks": slots * r.H,
@@ -81,28 +111,41 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
 
 
 @made_once
-def _program(numbers: Iterable[str], warpgroups: int, saves: bool, cut: bool, chain: int) -> Program:
+def _program(
+    numbers: Iterable[str], of: Variant, warpgroups: int, saves: bool, cut: bool, chain: int
+) -> Program:
     """``cut``: sequences have several segments. ``chain``: blocks a state of the launch that chains them, 0 without."""
     buffer = "saved" if saves else "workspace"
     records: dict[str, Value] = arguments_of(GATED_DELTA) | {"records": (buffer, "records_at")}
+    records |= _checkpoint_states(of)
     kept: dict[str, Value] = {name: (buffer, f"{name}_at") for name in SAVED} if saves else {}
-    steps = [Launch("records", records_kernel(), "record_blocks", records)]
+    steps = [Launch("records", records_kernel(of), "record_blocks", records)]
     if cut:
-        steps += steps_of(records, chain)
+        steps += steps_of(records, of, chain)
     else:
-        steps.append(Launch("walk", walk_kernel(warpgroups, saves), "walk_blocks", records | kept))
+        steps.append(Launch("walk", walk_kernel(warpgroups, saves, of), "walk_blocks", records | kept))
+    if of.marks:
+        steps.append(Launch("checkpoints", to_checkpoints_kernel(of), "checkpoint_blocks", records))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))
 
 
 @made_once
-def _program_beside(numbers: Iterable[str]) -> Program:
+def _program_with_flags(numbers: Iterable[str], of: Variant, within: bool) -> Program:
     fields: dict[str, Value] = arguments_of(GATED_DELTA_BESIDE) | {
         "records": ("workspace", "records_at"),
         "ready": ("workspace", "flags_at"),
+        "tickets": ("workspace", "tickets_at") if within else NOTHING,
         "launch": LAUNCH,
     }
-    steps = (
-        Launch("records", records_beside_kernel(), "record_blocks", fields),
-        Launch("walk", walk_beside_kernel(), "walk_blocks", fields),
-    )
+    fields |= _checkpoint_states(of)
+    if within:
+        steps = [Launch("walk", making_kernel(of), "walk_blocks", fields)]
+    else:
+        steps = [
+            Launch("records", records_beside_kernel(of), "record_blocks", fields),
+            Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
+        ]
+    if of.marks:
+        own = {name: x for name, x in fields.items() if name in GATED_DELTA.offsets}
+        steps.append(Launch("checkpoints", to_checkpoints_kernel(of), "checkpoint_blocks", own))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers))

@@ -15,7 +15,11 @@ from kdacore.types import Request
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
-from kdacore_cuda.forms.gated_delta.kernels import first_segments_kernel, later_segments_kernel
+from kdacore_cuda.forms.gated_delta.kernels import (
+    Variant,
+    first_segments_kernel,
+    later_segments_kernel,
+)
 from kdacore_cuda.forms.gated_delta.segment_lengths import lengths_for
 from kdacore_cuda.forms.launches import arguments_of
 from kdacore_cuda.forms.segments.kernels import chain_kernel, output_begins_early
@@ -84,17 +88,18 @@ def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
     }
 
 
-def steps_of(records: Mapping[str, Value], chain: int) -> Iterator[Launch]:
+def steps_of(records: Mapping[str, Value], of: Variant, chain: int) -> Iterator[Launch]:
     """The launches behind that of the records.
 
     Args:
         records: fields of the walks.
+        of: the variant of the kernels.
         chain: as :attr:`Cut.chain`.
     """
     places: dict[str, Value] = {name: ("workspace", f"{name}_at") for name in ("maps", "addends", "starts")}
-    yield Launch("first", first_segments_kernel(), "first_blocks", {**records, **places})
+    yield Launch("first", first_segments_kernel(of), "first_blocks", {**records, **places})
     # Without an initial state it begins with the addend of the first segment, which ends there.
     fields: dict[str, Value] = {**arguments_of(SEGMENTS), **places, "flags": "chain_flags"}
     fields |= dict.fromkeys(("h0", "ht", "mark_offsets", "mark_rows"), NOTHING)
     yield Launch("chain", chain_kernel(chain), "chain_blocks", fields)
-    yield Launch("later", later_segments_kernel(), "later_blocks", {**records, **places})
+    yield Launch("later", later_segments_kernel(of), "later_blocks", {**records, **places})

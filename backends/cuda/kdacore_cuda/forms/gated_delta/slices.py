@@ -25,11 +25,13 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
 from kdacore_cuda.forms.gated_delta.gradient_launches import GradientLaunches
 from kdacore_cuda.forms.gated_delta.kernels import (
+    Variant,
     first_segments_kernel,
     inner_segments_kernel,
     later_segments_kernel,
     outer_segments_kernel,
     records_kernel,
+    variant_of,
 )
 from kdacore_cuda.forms.gated_delta.launches import call_numbers
 from kdacore_cuda.forms.gated_delta.workspace import places
@@ -72,7 +74,8 @@ def forward_launches(r: Request) -> ForwardSliceLaunches:
         "walk_blocks": 2 * segments,
     }
     blocks, start_blocks = cut.forward_kernels
-    begin, finish = _begin_program(numbers, blocks), _finish_program(numbers, start_blocks)
+    of = variant_of(r)
+    begin, finish = _begin_program(numbers, of, blocks), _finish_program(numbers, of, start_blocks)
     buffers = {"workspace": workspace.bytes, "saved": saved_bytes}
     arch = arch_of(r)
     return ForwardSliceLaunches(
@@ -84,19 +87,19 @@ _RECORDS: dict[str, Value] = {"records": ("workspace", "records_at")}
 
 
 @made_once
-def _begin_program(numbers: Iterable[str], blocks: int) -> Program:
+def _begin_program(numbers: Iterable[str], of: Variant, blocks: int) -> Program:
     steps = (
-        Launch("records", records_kernel(), "record_blocks", _RECORDS),
-        Launch("maps", first_segments_kernel(of_slice=True), "walk_blocks", _RECORDS | SEGMENT_FIELDS),
+        Launch("records", records_kernel(of), "record_blocks", _RECORDS),
+        Launch("maps", first_segments_kernel(of, of_slice=True), "walk_blocks", _RECORDS | SEGMENT_FIELDS),
         transition_step(blocks),
     )
     return Program(steps, BEGIN_ARRAYS, tuple(numbers))
 
 
 @made_once
-def _finish_program(numbers: Iterable[str], start_blocks: int) -> Program:
+def _finish_program(numbers: Iterable[str], of: Variant, start_blocks: int) -> Program:
     fields = _RECORDS | SEGMENT_FIELDS | {"h0": "starts", "ht": "final_state", "ckpt": "checkpoints"}
-    walk = Launch("walk", later_segments_kernel(of_slice=True), "walk_blocks", fields)
+    walk = Launch("walk", later_segments_kernel(of, of_slice=True), "walk_blocks", fields)
     arrays = (*GIVEN, "workspace", "saved", "starts", "o", "final_state", "checkpoints")
     return Program([*starts_step(start_blocks), walk], arrays, tuple(numbers), one_segment=not start_blocks)
 
@@ -134,9 +137,9 @@ def backward_launches(r: Request, wanted: InputGrads, saved: bool = False) -> Ba
         "chain_blocks": directions * blocks * items,
         "inner_blocks": 4 * segments,
     }
-    begin = _backward_begin_program(numbers, gradient_blocks, saved)
-    finish = _backward_finish_program(numbers, blocks, saved, gradients)
-    arch = arch_of(r)
+    of, arch = variant_of(r), arch_of(r)
+    begin = _backward_begin_program(numbers, of, gradient_blocks, saved)
+    finish = _backward_finish_program(numbers, of, blocks, saved, gradients)
     return BackwardSliceLaunches(
         Launches(begin, numbers, arch, {"both": both.bytes}),
         None,
@@ -162,12 +165,14 @@ def _of_segments(saved: bool, d_end: str, d_start: str) -> tuple[dict[str, Value
 
 
 @made_once
-def _backward_begin_program(numbers: Iterable[str], gradient_blocks: int, saved: bool) -> Program:
+def _backward_begin_program(
+    numbers: Iterable[str], of: Variant, gradient_blocks: int, saved: bool
+) -> Program:
     places, composed = _of_segments(saved, "d_final", "d_slice_start")
     gradient = slice_gradient_kernel(gradient_blocks)
     steps = (
-        Launch("records", records_kernel(), "record_blocks", {"records": _OF_CHUNKS["records"]}),
-        Launch("outer", outer_segments_kernel(of_slice=True), "outer_blocks", _OF_CHUNKS | places),
+        Launch("records", records_kernel(of), "record_blocks", {"records": _OF_CHUNKS["records"]}),
+        Launch("outer", outer_segments_kernel(of, of_slice=True), "outer_blocks", _OF_CHUNKS | places),
         Launch("slice_gradient", gradient, "slice_gradient_blocks", composed),
     )
     arrays = (*GIVEN, "d_o", "starts", "saved", "both", "d_final", "d_slice_start")
@@ -176,7 +181,7 @@ def _backward_begin_program(numbers: Iterable[str], gradient_blocks: int, saved:
 
 @made_once
 def _backward_finish_program(
-    numbers: Iterable[str], blocks: int, saved: bool, gradients: GradientLaunches
+    numbers: Iterable[str], of: Variant, blocks: int, saved: bool, gradients: GradientLaunches
 ) -> Program:
     places, composed = _of_segments(saved, "ends", "d_starts")
     fields = _OF_CHUNKS | {"state_grads": ("workspace", "state_grads_at"), **gradients.fields()}
@@ -184,8 +189,8 @@ def _backward_finish_program(
     steps: list[Launch | Clear] = [
         *gradients.cleared(),
         Launch("chain", chain_kernel(blocks), "chain_blocks", composed),
-        Launch("inner", inner_segments_kernel(of_slice=True), "inner_blocks", walked),
-        *gradients.steps(fields),
+        Launch("inner", inner_segments_kernel(of, of_slice=True), "inner_blocks", walked),
+        *gradients.steps(fields, of),
     ]
     arrays = (
         *(*GIVEN, "d_o", "starts", "saved", "both", "ends", "d_starts"),

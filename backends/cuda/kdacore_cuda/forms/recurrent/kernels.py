@@ -1,13 +1,72 @@
-"""The recurrent kernels: how each is compiled."""
+"""The recurrent kernels: how each is compiled, the tile of the state that a block computes, and with it blocks."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
+from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.forms.recurrent.grid import recurrent_tile
 from kdacore_cuda.kernel_parameters import RECURRENT
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
+
+FULL_DEVICE_ITEMS = 128
+"""Sequences and heads from which the next launch may be placed before this one starts. With fewer,
+several launches would wait on the device at once, which was slower."""
+
+
+class RecurrentTile(NamedTuple):
+    """The tile of the state that one block computes."""
+
+    warps: int
+    rows: int
+    """16-byte pieces of state that a lane holds."""
+    min_blocks: int
+    """Blocks that a multiprocessor must have registers for."""
+    columns: int
+    """Columns of V that a block computes."""
+    parts: int = 1
+    """Parts in which a warp adds up its channels."""
+
+
+_TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]] = {
+    (64, False, False): (4, 8, 64, (3, 4, 6)),
+    (64, False, True): (4, 4, 64, (3, 4, 6)),
+    (64, True, False): (1, 8, 16, (8, 16, 24)),
+    (64, True, True): (1, 8, 32, (8, 12, 16)),
+    (128, False, False): (8, 8, 64, (2, 3, 3)),
+    (128, False, True): (4, 8, 64, (2, 4, 4)),
+    (128, True, False): (1, 8, 8, (8, 20, 32)),
+    (128, True, True): (1, 8, 16, (8, 12, 16)),
+}
+"""Head dim, V first, bfloat16 state -> warps, pieces per lane, columns, and blocks per
+multiprocessor of the first three modes; the fourth has the third's."""
+
+_SEVERAL_TOKENS = {(128, False, False): RecurrentTile(4, 16, 3, 64, parts=2)}
+"""The same -> the tile of the mode CONTIGUOUS where it is not the usual one. The order of sums is the same."""
+
+
+@cache
+def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
+    """The tile of one kernel. It does not depend on the batch or the tokens, so neither changes the
+    order of sums.
+
+    Args:
+        K: head dim, K = V, one of :data:`kdacore_cuda.architectures.HEAD_DIMS`; KeyError for
+            others.
+        v_first: states are ``[..., V, K]``.
+        bf16_state: states are bfloat16, not float32.
+        mode: which calls it serves.
+    """
+    if mode == RecurrentMode.CONTIGUOUS and (K, v_first, bf16_state) in _SEVERAL_TOKENS:
+        return _SEVERAL_TOKENS[K, v_first, bf16_state]
+    warps, rows, columns, min_blocks = _TILES[K, v_first, bf16_state]
+    return RecurrentTile(warps, rows, min_blocks[min(mode, RecurrentMode.ONE_TOKEN)], columns)
+
+
+def grid_blocks(r: Request, tile: RecurrentTile) -> int:
+    """Blocks of a launch."""
+    return r.N * r.HV * (r.V // tile.columns)
 
 
 @cache

@@ -7,17 +7,10 @@ from typing import Any
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode, recurrent_mode
-from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches
-from kdacore_cuda.forms.recurrent.grid import FULL_DEVICE_ITEMS, grid_blocks, recurrent_tile
-from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
-from kdacore_cuda.kernel_parameters import FLAGS, GATES
-from kdacore_cuda.request_encoding import (
-    contiguous_token_strides,
-    division,
-    dtypes_of,
-    token_flags,
-    type_codes,
-)
+from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches, arguments_of
+from kdacore_cuda.forms.recurrent import kernels
+from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT, TYPES
+from kdacore_cuda.request_encoding import contiguous_token_strides, division, dtypes_of, token_flags
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
@@ -27,14 +20,7 @@ ARRAYS = (
     *("state_indices", "num_accepted_tokens", "has_initial_state"),
 )
 """Arguments that the launch takes, ahead of :data:`kdacore_cuda.forms.launches.RESULTS`."""
-_FIELDS = {
-    "h0": "initial_state",
-    "ht": "final_state",
-    "indices": "state_indices",
-    "accepted": "num_accepted_tokens",
-    "has_initial": "has_initial_state",
-    "writes": "write_indices",
-}
+_FIELDS = {**arguments_of(RECURRENT), "indices": "state_indices", "accepted": "num_accepted_tokens"}
 _OF_TOKENS = (
     *(*STRIDES, *ROWS, "hv_factor", "hv_shift", "group_factor", "group_shift", "T", "H", "HV", "null_index"),
     *("gate", "flags", "qkv_type", "g_type", "beta_type", "bias_type", "scale", "lower_bound"),
@@ -53,8 +39,8 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
         "indices_row": _width(r, "state_indices", r.state_indices_ndim),
         "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
         "N": r.N,
-        "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
-        "blocks": grid_blocks(r, recurrent_tile(*kind)),
+        "fills_device": r.N * r.HV >= kernels.FULL_DEVICE_ITEMS,
+        "blocks": kernels.grid_blocks(r, kernels.recurrent_tile(*kind)),
     }
     return Launches(_program(*kind), numbers, arch_of(r))
 
@@ -79,10 +65,10 @@ def _make_of_tokens(r: Request) -> tuple[RecurrentMode, dict[str, Any]]:
         | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
     )
     row = r.HV * r.K * r.V
+    types = [TYPES[dtypes[x]] if x in dtypes else 0 for x in ("v", "g", "beta", "dt_bias")]
     values = (
         *(*contiguous_token_strides(r), row, row, *division(r.HV), *division(r.HV // r.H), r.T, r.H, r.HV),
-        *(r.null_index, GATES[r.gate], flags, *type_codes(dtypes, "v", "g", "beta", "dt_bias")),
-        *(r.scale, r.lower_bound or 0.0),
+        *(r.null_index, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0),
     )
     return recurrent_mode(r), dict(zip(_OF_TOKENS, values, strict=True))
 
@@ -92,7 +78,7 @@ _of_tokens = FamilyCache(_make_of_tokens)
 
 @cache
 def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
-    kernel = recurrent_kernel(K, v_first, bf16_state, mode)
+    kernel = kernels.recurrent_kernel(K, v_first, bf16_state, mode)
     return Program((Launch("recurrent", kernel, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 

@@ -1,19 +1,15 @@
 """The launches of the saving_forward form as data: prepare, and states with outputs. What they leave in the
-backward's workspace is saved for it (:mod:`kdacore_cuda.forms.saving_forward.workspace`)."""
+backward's workspace is saved for it (:mod:`kdacore_cuda.forms.backward.workspace`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from kdacore.types import Request
-from kdacore_cuda.forms.backward.kernels import (
-    prepare_kernel,
-    scan_outputs_kernel,
-    walk_warpgroups,
-)
+from kdacore_cuda.forms.backward import kernels
+from kdacore_cuda.forms.backward.workspace import SAVED, saved_buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, gates_of
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, made_once
-from kdacore_cuda.forms.saving_forward.workspace import SAVED, saved_buffer
 from kdacore_cuda.request_encoding import items_for_choice
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Program, Value
@@ -22,7 +18,7 @@ from kdacore_cuda.runtime.program import Launch, Program, Value
 def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves."""
     numbers = chunk_numbers(r)
-    units, warpgroups = numbers["units"], walk_warpgroups(items_for_choice(r), multiprocessors_of(r))
+    units, warpgroups = numbers["units"], kernels.walk_warpgroups(items_for_choice(r), multiprocessors_of(r))
     places, size = saved_buffer(units)
     numbers |= {f"{name}_at": at for name, at in places.items()}
     numbers |= {"prepare_blocks": units, "output_blocks": 2 // warpgroups * r.N * r.HV}
@@ -34,7 +30,7 @@ def launches_of(r: Request) -> Launches:
 def _program(numbers: Iterable[str], float_gate: bool, bounded: bool, warpgroups: int) -> Program:
     work: dict[str, Value] = {name: ("saved", f"{name}_at") for name in SAVED}
     work["h0"] = "initial_state"
-    prepare, outputs = prepare_kernel(float_gate, bounded), scan_outputs_kernel(warpgroups)
+    prepare, outputs = kernels.prepare_kernel(float_gate, bounded), kernels.scan_outputs_kernel(warpgroups)
     steps = (
         Launch("prepare", prepare, "prepare_blocks", work),
         Launch("outputs", outputs, "output_blocks", work | {"ht": "final_state"}),

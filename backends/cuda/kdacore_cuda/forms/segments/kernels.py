@@ -13,32 +13,17 @@ _SOURCES = "sm90/chunk_forward/segments"
 
 @cache
 def segments_prepare_kernel(float_gate: bool, bounded: bool, leaving_only: bool = False) -> Kernel:
-    """The operands of every chunk, one block per unit.
-
-    Args:
-        float_gate: ``g`` is float32, not bfloat16.
-        bounded: every log decay lies in [-5, 0]. Else the backward's kernel does it.
-        leaving_only: of the sequence of a pack that ends at T alone.
-    """
+    """The operands of every chunk, one block per unit, as of
+    :func:`kdacore_cuda.forms.backward.kernels.prepare_kernel`, which makes them of unbounded gates."""
     if not bounded:
         return prepare_kernel(float_gate, bounded, for_segments=True, leaving_only=leaving_only)
-    flags = {
-        "G_FLOAT": float_gate,
-        "BOUNDED": True,
-        "FOR_SEGMENTS": True,
-        "LEAVING_ONLY": leaving_only or None,
-    }
-    return make_kernel(f"{_SOURCES}/prepare", CHUNK_BACKWARD, **flags)
+    flags = {"G_FLOAT": float_gate, "BOUNDED": True, "FOR_SEGMENTS": True}
+    return make_kernel(f"{_SOURCES}/prepare", CHUNK_BACKWARD, **flags, LEAVING_ONLY=leaving_only or None)
 
 
 @cache
 def prepare_marked_kernel(float_gate: bool, bounded: bool) -> Kernel:
-    """Operands of every chunk, and of chunks cut off at checkpoints: one block each.
-
-    Args:
-        float_gate: ``g`` is float32, not bfloat16.
-        bounded: every log decay lies in [-5, 0]. Else it does what the backward's kernel does.
-    """
+    """:func:`segments_prepare_kernel`, also of chunks cut off at checkpoints: one block each."""
     plain = segments_prepare_kernel(float_gate, bounded)
     return make_kernel(f"{_SOURCES}/prepare_marked", PREPARE_MARKED, **dict(plain.source.defines))
 

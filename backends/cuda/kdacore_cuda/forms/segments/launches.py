@@ -13,18 +13,7 @@ from kdacore.types import Request
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, gates_of
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
-from kdacore_cuda.forms.segments import segment_lengths
-from kdacore_cuda.forms.segments.kernels import (
-    chain_kernel,
-    maps_kernel,
-    output_begins_early,
-    output_blocks,
-    output_composes,
-    output_is_paired,
-    output_kernel,
-    prepare_marked_kernel,
-    segments_prepare_kernel,
-)
+from kdacore_cuda.forms.segments import kernels, segment_lengths
 from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
 from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
 from kdacore_cuda.kernel_parameters import FLAGS, PREPARE_MARKED, SEGMENT_LENGTHS, SEGMENTS
@@ -40,16 +29,17 @@ def launches_of(r: Request) -> Launches:
     segments = lengths.segments(numbers["NT"])
     slots = r.T // (CHUNK * lengths.first) + r.N if r.packed else r.N * segments
     units, marked_units = numbers["units"], r.checkpoint_count * r.HV
-    keeps = keeps_maps(r, segments)
-    per_segment = output_blocks(slots * r.HV, multiprocessors)
+    keeps = segments > 1 and chosen(r).saves == "maps"
+    per_segment = kernels.output_blocks(slots * r.HV, multiprocessors)
     from_zeros = not (r.has("initial_state") or r.pool_size)
-    composes = from_zeros and not (r.packed or marked_units) and output_composes(segments, per_segment)
+    may_compose = from_zeros and not (r.packed or marked_units)
+    composes = may_compose and kernels.output_composes(segments, per_segment)
     flags, blocks, mapped = numbers["flags"], 0, 0
     if segments > 1:
         mapped = slots if r.packed else r.N * (segments - 1)
         if not composes:
             blocks = chain_blocks(items, multiprocessors)
-            if output_begins_early(blocks * items, multiprocessors):
+            if kernels.output_begins_early(blocks * items, multiprocessors):
                 flags |= FLAGS["EARLY_OUTPUT"]
         elif keeps:
             flags |= FLAGS["KEEP_STARTS"]
@@ -76,15 +66,10 @@ def launches_of(r: Request) -> Launches:
         "output_blocks": per_segment * slots * r.HV,
     }
     gates = gates_of(r)
-    output = per_segment, output_is_paired(items, per_segment, composes), composes
+    output = per_segment, kernels.output_is_paired(items, per_segment, composes), composes
     program = _program(numbers, *gates, marked_units > 0, segments > 1, blocks, output, keeps)
     buffers = {"workspace": addends_end if keeps else starts_end, "saved": starts_end if keeps else 0}
     return Launches(program, numbers, arch_of(r), buffers)
-
-
-def keeps_maps(r: Request, segments: int) -> bool:
-    """Whether maps and starting states are saved for the backward, given segments of a sequence."""
-    return segments > 1 and chosen(r).saves == "maps"
 
 
 @made_once
@@ -99,29 +84,25 @@ def _program(
     keeps: bool,
 ) -> Program:
     """``cut``: there are maps. ``chain``: blocks a state, 0 without. ``output``: arguments of :func:`output_kernel`."""
-    prepared: dict[str, Value] = {"last": ("workspace", "records_at"), "h0": NOTHING}
+    prepare = kernels.prepare_marked_kernel if marked else kernels.segments_prepare_kernel
+    prepared: dict[str, Value] = arguments_of(PREPARE_MARKED) if marked else {}
+    prepared |= {"last": ("workspace", "records_at"), "h0": NOTHING}
     prepared |= dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
-    if marked:
-        prepare = prepare_marked_kernel(float_gate, bounded)
-        prepared = arguments_of(PREPARE_MARKED) | prepared
-    else:
-        prepare = segments_prepare_kernel(float_gate, bounded)
     buffer = "saved" if keeps else "workspace"
     fields: dict[str, Value] = {
         **arguments_of(SEGMENTS),
         "flags": "segment_flags",
-        "mark_states": "workspace" if marked else NOTHING,
         "chunk_operands": ("workspace", "operands_at"),
         "addends": ("workspace", "addends_at"),
         "maps": (buffer, "maps_at"),
         "starts": (buffer, "starts_at"),
     }
-    if not marked:
-        fields |= {"mark_offsets": NOTHING, "mark_rows": NOTHING}
-    steps = [Launch("prepare", prepare, "prepare_blocks", prepared)]
+    without_marks = dict.fromkeys(("mark_states", "mark_offsets", "mark_rows"), NOTHING)
+    fields |= {"mark_states": "workspace"} if marked else without_marks
+    steps = [Launch("prepare", prepare(float_gate, bounded), "prepare_blocks", prepared)]
     if cut:
-        steps.append(Launch("maps", maps_kernel(), "map_blocks", fields))
+        steps.append(Launch("maps", kernels.maps_kernel(), "map_blocks", fields))
     if chain:
-        steps.append(Launch("chain", chain_kernel(chain), "chain_blocks", fields))
-    steps.append(Launch("output", output_kernel(*output), "output_blocks", fields))
+        steps.append(Launch("chain", kernels.chain_kernel(chain), "chain_blocks", fields))
+    steps.append(Launch("output", kernels.output_kernel(*output), "output_blocks", fields))
     return Program(steps, FORWARD_ARRAYS, tuple(numbers), one_segment=not cut)

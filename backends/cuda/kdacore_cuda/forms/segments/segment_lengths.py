@@ -37,7 +37,7 @@ class SegmentLengths(NamedTuple):
     @classmethod
     def uniform(cls, chunks: int) -> SegmentLengths:
         """``chunks`` in every segment."""
-        return cls.growing(chunks, 0, chunks, 0, chunks)
+        return cls(chunks, 0, chunks, 0, chunks, 0, chunks)
 
     @classmethod
     def growing(
@@ -49,11 +49,8 @@ class SegmentLengths(NamedTuple):
 
     def of(self, index: int) -> int:
         """Chunks of segment ``index`` of a sequence that is long enough."""
-        for length, segments in self._parts():
-            if index < segments:
-                return length
-            index -= segments
-        return self.long
+        lengths = [length for length, segments in self._parts() for _ in range(segments)]
+        return lengths[index] if index < len(lengths) else self.long
 
     def segments(self, chunks: int) -> int:
         """Segments of a sequence of ``chunks`` chunks."""
@@ -70,11 +67,9 @@ class SegmentLengths(NamedTuple):
         return {**dict(zip(SEGMENT_LENGTHS, self, strict=True)), "segments": segments}
 
     def _parts(self) -> tuple[tuple[int, int], ...]:
-        return (
-            (self.first, self.first_segments),
-            (self.later, self.later_segments),
-            (self.middle, self.middle_segments),
-        )
+        """Length and number of segments, but for the last ones."""
+        first, first_segments, later, later_segments, middle, middle_segments, _ = self
+        return (first, first_segments), (later, later_segments), (middle, middle_segments)
 
 
 def lengths_behind(middle: int) -> tuple[int, int, int]:

@@ -13,9 +13,3 @@ CHUNK_OPERANDS_BYTES = 512 + 3 * 16384 + 8192
 csrc/sm90/chunk_forward/segments/chunk_operands.cuh."""
 MAP_BYTES = START_BYTES = 64 * 1024
 """Bytes of the map (A, of S' = S A + B) and of the starting state of one segment and value head."""
-
-
-def saved_places(count: int) -> dict[str, int]:
-    """Where a backward finds what was saved of ``count`` segments times value heads, as bytes from the start of
-    the buffer: ``maps`` and ``starts`` (csrc/sm90/chunk_backward/segments.cuh)."""
-    return {"maps": 0, "starts": count * MAP_BYTES}

@@ -9,7 +9,7 @@ import torch
 from kdacore.types import IntraInputs, IntraOutputs, RecomputeInputs, RecomputeOutputs, Request
 from kdacore_cuda.forms.stages.launches import launches_of
 from kdacore_cuda.runtime import torch_launch
-from kdacore_cuda.runtime.plan_cache import LayoutCache
+from kdacore_cuda.runtime.plan_cache import PlanCache
 from kdacore_cuda.runtime.program import Program
 from kdacore_cuda.runtime.torch_arguments import aligned, contiguous
 
@@ -19,7 +19,7 @@ def _pack(r: Request, strides: tuple[int, ...]) -> tuple[Program, bytes, str]:
     return made.program, made.program.pack_numbers(made.numbers), made.arch
 
 
-_packed = LayoutCache(_pack)
+_packed = PlanCache(_pack)
 """Program, numbers and architecture, by the strides of the arrays."""
 
 
@@ -30,8 +30,7 @@ def _run(r: Request, arrays: Mapping[str, torch.Tensor | None], strided: tuple[t
 
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
-    """``Aqk`` and ``Akk`` ``[B, T, HV, 64]`` in the dtype of q: see
-    :func:`kdacore.stages.kda_chunk_intra`.
+    """``Aqk`` and ``Akk`` ``[B, T, HV, 64]`` in the dtype of q: see :func:`kdacore.stages.kda_chunk_intra`.
 
     Args:
         request: 16-bit q and k, K = 64 or 128, chunks of 64 tokens.
@@ -52,17 +51,9 @@ def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
 
 
 def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs:
-    """``w``, ``u``, ``kg`` and, with q, ``qg`` in the dtype of k: see
-    :func:`kdacore.stages.kda_recompute_w_u`.
+    """``w``, ``u``, ``kg`` and, with q, ``qg`` in the dtype of k: see :func:`kdacore.stages.kda_recompute_w_u`.
 
-    Args:
-        request: 16-bit q, k, v and Akk, K and V of 64 or 128, chunks of 64 tokens.
-        inputs: its arrays, shaped as :class:`kdacore.types.RecomputeInputs` says. Of Akk only the
-            lower triangle counts.
-
-    Raises:
-        BackendBuildError: a kernel had to be compiled and could not be.
-        DriverError: the driver refused a launch.
+    Arguments and errors as of :func:`chunk_intra`; V is 64 or 128, too. Of Akk only the lower triangle counts.
     """
     r = request
     k, v, gc = aligned(inputs.k), aligned(inputs.v), aligned(inputs.gc)

@@ -8,14 +8,9 @@ from typing import NamedTuple
 from kdacore.types import Request
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.launches import Launches
-from kdacore_cuda.forms.stages.kernels import (
-    hopper_recompute_kernel,
-    intra_kernel,
-    recompute_grid,
-    recompute_kernel,
-)
+from kdacore_cuda.forms.stages import kernels
 from kdacore_cuda.kernel_parameters import FLAGS
-from kdacore_cuda.request_encoding import contiguous_strides, is_int64, type_code
+from kdacore_cuda.request_encoding import strides_behind, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import Launch, Program
@@ -48,18 +43,17 @@ def launches_of(r: Request, strides: tuple[int, ...] = ()) -> Launches:
     blocks = (1 if r.packed else r.B) * r.num_chunks * r.HV
     whole = staggered = first_in_l2 = 0
     if r.op == "kda_chunk_intra":
-        kernel = intra_kernel(r.K, float16)
+        kernel = kernels.intra_kernel(r.K, float16)
     elif chosen(r).own_recompute:
         # A pack has a slot for every chunk its tokens could fill; on average half of the sequences fill
         # their last one.
         empty = (r.num_chunks - -(-r.T // r.chunk_size)) // 2 * r.HV if r.packed else 0
-        whole, blocks, staggered, first_in_l2 = recompute_grid(
-            blocks, multiprocessors_of(r), empty, r.has("q")
-        )
-        kernel = hopper_recompute_kernel(float16, r.has("q"), whole > 0)
+        grid = kernels.recompute_grid(blocks, multiprocessors_of(r), empty, r.has("q"))
+        whole, blocks, staggered, first_in_l2 = grid
+        kernel = kernels.hopper_recompute_kernel(float16, r.has("q"), whole > 0)
     else:
-        kernel = recompute_kernel(r.K, r.V, float16)
-    flags = FLAGS["CU64"] * is_int64(r, "cu_seqlens")
+        kernel = kernels.recompute_kernel(r.K, r.V, float16)
+    flags = FLAGS["CU64"] * (r.packed and r.spec("cu_seqlens").dtype == "int64")
     values = (
         *(r.T, r.N, r.H, r.HV, r.num_chunks, flags, type_code(r, "beta"), r.scale),
         *(whole, staggered, first_in_l2, blocks),
@@ -84,4 +78,4 @@ def _stride_names(op: str) -> tuple[str, ...]:
 
 def _contiguous(r: Request, arrays: StageArrays) -> tuple[int, ...]:
     specs = (r.spec(name if r.has(name) else "k") for name in arrays.strided)
-    return tuple(s for spec in specs for s in contiguous_strides(spec.shape)[:3])
+    return tuple(s for spec in specs for s in strides_behind(spec.shape[1:])[:3])

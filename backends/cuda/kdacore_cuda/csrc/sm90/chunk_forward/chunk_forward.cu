@@ -85,11 +85,11 @@ __device__ __forceinline__ void sync_group() {
 // answers of device memory come while the work is measured.
 __device__ __forceinline__ void find_own_work(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const bool draws = p.workspace && rank == 0 && thread_index() == 0;
-  const u64 drawn = draws ? draw_ticket(p) : 0;
+  const u64 drawn = draws ? cluster_tickets(p).draw() : 0;
   const Work work = warp == 0 ? measure_work(p) : Work{};
   if (p.workspace) {
     wait_cluster();
-    if (draws) share_ticket(shared + OWN_CLUSTER, finish_ticket(p, drawn));
+    if (draws) share_ticket(shared + OWN_CLUSTER, cluster_tickets(p).finish(drawn, grid_blocks() / CLUSTER));
   }
   sync_group();
   if (warp == 0) {

@@ -9,6 +9,8 @@ static_assert(2 * (sizeof(UnitMemory) + 1024) <= 228 * 1024, "a multiprocessor h
 
 struct BlockThreads {
   int thread;
+  KeyUnit u;
+  __device__ __forceinline__ KeyUnit unit() const { return u; }
   __device__ __forceinline__ void sync() const { sync_block(); }
   __device__ __forceinline__ void sync_team(int i) const { sync_threads(1 + i, 32 * TEAM_WARPS); }
   __device__ __forceinline__ void leaves(long long) const {}
@@ -22,8 +24,8 @@ KDA_KERNEL(UNIT_THREADS, 2) chunk_records(KDA_PARAM GatedDeltaParams p) {
   launch_dependents();  // walk_records waits for this launch as a whole
   const KeyUnit u = find_key_unit(p, block_index());
   if (!u.rows) return;
-  const BlockThreads threads = {thread_index()};
+  const BlockThreads threads = {thread_index(), u};
   const TokenInputs inputs = fetch_unit(p, u, shared, threads.thread);
   clear_images(shared, threads.thread);
-  make_records(p, u, inputs, shared, threads);
+  make_records(p, inputs, shared, threads);
 }

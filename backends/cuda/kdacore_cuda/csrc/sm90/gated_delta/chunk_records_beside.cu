@@ -9,10 +9,8 @@
 // places make one unit after another, in the order of unit_order.cuh; the places do not wait for each other.
 // Synchronisation: barriers of a place's threads. A record's flags are raised once it has arrived in device memory: the
 // warp that stored it waits for that while the next unit's tiles come, or the next record is begun.
-#include "generated/gated_delta_beside_params.cuh"
-#include "sm90/chunk_forward/dataflow/flags.cuh"
+#include "sm90/gated_delta/place_threads.cuh"
 #include "sm90/gated_delta/unit_order.cuh"
-#include "sm90/gated_delta/unit_records.cuh"
 
 constexpr int PLACES = 2, THREADS = PLACES * UNIT_THREADS;
 // On 1024 bytes, as images are.
@@ -20,46 +18,30 @@ constexpr u32 PLACE_PITCH = (sizeof(UnitMemory) + 1023) / 1024 * 1024;
 constexpr u32 ORDER_AT = PLACES * PLACE_PITCH;
 KDA_SHARED_BYTES(ORDER_AT + sizeof(OrderTable));
 
-// The threads of a place. Named barriers: one for each place, then one for each half of its threads.
-struct PlaceThreads {
-  const GatedDeltaBesideParams& p;
-  int thread, place;
-  long long stored = -1;  // the number of this half's last record, whose flags have not been raised
-  __device__ __forceinline__ void sync() const { sync_threads(1 + place, UNIT_THREADS); }
-  __device__ __forceinline__ void sync_team(int i) const {
-    sync_threads(1 + PLACES + TEAMS * place + i, 32 * TEAM_WARPS);
-  }
-  __device__ __forceinline__ void leaves(long long record) { stored = record; }
-  __device__ __forceinline__ void end_record_before() {
-    if (uniform(thread >> 5) % TEAM_WARPS == 0 && stored >= 0) {
-      if ((thread & 31) == 0) copy_out_wait();
-      raise_flags(p.ready + (u64)stored * UNIT_FLAGS_BYTES, p.launch);
-    }
-    stored = -1;
-  }
-};
-
 KDA_KERNEL(THREADS, 1) chunk_records_beside(KDA_PARAM GatedDeltaBesideParams p) {
   KDA_SHARED(memory);
   wait_for_inputs();
   launch_dependents();
   const u32 table = shared_address(memory) + ORDER_AT;
   if (p.cu_seqlens) {
-    if (thread_index() < 32) make_order(p, table, thread_index());
+    if (thread_index() < 32) make_order(p, table, p.N, thread_index());
     sync_block();
   }
   const int place = uniform(thread_index() / UNIT_THREADS);
-  PlaceThreads threads = {p, thread_index() % UNIT_THREADS, place};
+  KeyUnit u;
+  const auto unit = [&] { return u; };
+  PlaceThreads<PLACES, decltype(unit)> threads = {p, thread_index() % UNIT_THREADS, place, unit};
   const u32 shared = shared_address(memory) + place * PLACE_PITCH;
   clear_images(shared, threads.thread);
 #pragma unroll 1
   for (int position = block_index() + place * grid_blocks();; position += PLACES * grid_blocks()) {
-    const OrderedUnit x = find_ordered_unit(p, table, position);
+    const OrderedUnit x = find_ordered_unit(p, table, p.N, position);
     if (x.past) break;
-    if (!x.unit.rows) continue;
-    const TokenInputs inputs = fetch_unit(p, x.unit, shared, threads.thread);
+    u = x.unit;
+    if (!u.rows) continue;
+    const TokenInputs inputs = fetch_unit(p, u, shared, threads.thread);
     threads.end_record_before();
-    make_records(p, x.unit, inputs, shared, threads);
+    make_records(p, inputs, shared, threads);
     threads.sync();  // tiles come where pairs and factors were
   }
   threads.end_record_before();

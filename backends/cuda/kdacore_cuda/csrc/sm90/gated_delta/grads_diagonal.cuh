@@ -16,8 +16,8 @@ __device__ __forceinline__ void add_rows_product(Diagonal& d, u32 left, u32 righ
     u32 a[4], b[4];
     load_matrix4(a, tiles_by_column(left, row_block, kk, lane));
     load_matrix4(b, tiles_by_row(right, row_block, kk, lane));
-    mma_bf16(d.x[0], a, b[0], b[1]);
-    mma_bf16(d.x[1], a, b[2], b[3]);
+    mma_half(d.x[0], a, b[0], b[1]);
+    mma_half(d.x[1], a, b[2], b[3]);
   }
 }
 // A row's sum is in one lane.

@@ -120,7 +120,7 @@ __device__ __forceinline__ void finish_gates(const GatedDeltaBackwardParams& p, 
           float d[2];
           at.sums().wait_full();
           const float other = load_shared1(shared + OFFSET(SharedMemory, sums.of_states));
-          sum_decay_gradients(d, shared + OFFSET(SharedMemory, sums), last * (other + of_states), l.lane);
+          sum_decay_gradients(d, shared + OFFSET(SharedMemory, sums), last * (1.0f / GRADIENT_SCALE) * (other + of_states), l.lane);
           warp_arrive(at.sums().empty(), l.lane);
           store_gate_gradient(p, u, hv, inputs, d, l.lane);
         }

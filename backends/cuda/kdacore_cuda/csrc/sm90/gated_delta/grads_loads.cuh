@@ -5,12 +5,14 @@
 #include "common/clear_rows.cuh"
 #include "sm90/gated_delta/grads_shared_memory.cuh"
 
-// 64 rows of 128 bfloat16; zeros from row `rows` on. A thread has the same piece of every eighth row, and the swizzle
+// 64 rows of `size` bfloat16; zeros from row `rows` on, and up to 128. A thread has the same piece of every eighth row, and the swizzle
 // repeats after eight rows: offsets are constants.
-__device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_bytes, int rows, int thread) {
+__device__ __forceinline__ void fetch_rows(u32 tile, u64 base, long long row_bytes, int rows, int size,
+                                           int thread) {
   constexpr int AT_ONCE = 8;
   const int piece = thread & 15, first = thread >> 4;
   const u32 to = tile + (piece >> 3) * SQUARE_BYTES;
+  if (!has_piece(PIECE * piece, size)) rows = 0;
 #pragma unroll
   for (int part = 0; part < AT_ONCE; part += 2 * LOAD_WARPS) {
     const int row = first + part;
@@ -47,15 +49,19 @@ __device__ __forceinline__ void load_head(const GatedDeltaBackwardParams& p, con
       fetch_bulk(at.shared + OFFSET(SharedMemory, key) + (at.unit & 1) * (u32)sizeof(KeyScalars),
                  record + OFFSET(ChunkRecord, key), sizeof(KeyScalars), at.heads().full());
   }
-  const long long token_bytes = 2ll * p.HV * V, from = (x.batch * p.T + x.first) * token_bytes + 2ll * V * hv;
-  fetch_rows(stage + OFFSET(HeadStage, own[QUERIES]), p.d_o + from, token_bytes, x.rows, thread);
-  fetch_rows(stage + OFFSET(HeadStage, own[KEYS]), p.dv + from, token_bytes, x.rows, thread);
+  const int channels = channels_of(p), values = values_of(p);
+  const long long token_bytes = value_row_bytes(p),
+                  from = (x.batch * p.T + x.first) * token_bytes + 2ll * values * hv;
+  fetch_rows(stage + OFFSET(HeadStage, own[QUERIES]), p.d_o + from, token_bytes, x.rows, values, thread);
+  fetch_rows(stage + OFFSET(HeadStage, own[KEYS]), p.dv + from, token_bytes, x.rows, values, thread);
   if (is_first) {
     const u32 tiles = at.keys().stage();
     fetch_rows(tiles + OFFSET(KeyTiles, own[QUERIES]),
-               p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh), 2 * p.q_st, x.rows, thread);
+               p.q + 2 * (x.batch * p.q_sb + x.first * p.q_st + x.h * p.q_sh), 2 * p.q_st, x.rows, channels,
+               thread);
     fetch_rows(tiles + OFFSET(KeyTiles, own[KEYS]),
-               p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh), 2 * p.k_st, x.rows, thread);
+               p.k + 2 * (x.batch * p.k_sb + x.first * p.k_st + x.h * p.k_sh), 2 * p.k_st, x.rows, channels,
+               thread);
   }
   copy_async_commit();
   copy_async_wait<0>();  // two stages: the next one is not empty before this one is in use
@@ -104,9 +110,9 @@ __device__ __forceinline__ void clear_gradients(const GatedDeltaBackwardParams& 
   const auto clear = [&](u64 array, long long row_bytes) {
     clear_bytes(array + end * row_bytes, array + p.T * row_bytes, own);
   };
-  clear(p.dq, 2ll * p.H * K);
-  clear(p.dk, 2ll * p.H * K);
-  clear(p.dv, 2ll * p.HV * V);
+  clear(p.dq, key_row_bytes(p));
+  clear(p.dk, key_row_bytes(p));
+  clear(p.dv, value_row_bytes(p));
 #pragma unroll 1
   for (long long i = end * p.HV + own.thread; i < p.T * p.HV; i += own.threads) {
     store_scalar(p.dg, i, p.g_type, 0.0f);

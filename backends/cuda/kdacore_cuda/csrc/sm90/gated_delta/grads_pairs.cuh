@@ -118,14 +118,16 @@ __device__ __forceinline__ void add_over_warps(int side, u32 to, float x, float 
   }
 }
 
-// The pairs of all value heads, times factors of their rows and columns, as an image for the last products.
+// The pairs of all value heads, times factors of their rows and columns and GRADIENT_SCALE, as an image for the last
+// products.
 __device__ __forceinline__ void store_pairs(u32 image, PairSums& all, const float (&row)[2], u32 columns,
                                             const Lane& l) {
+  const float own[2] = {row[0] * GRADIENT_SCALE, row[1] * GRADIENT_SCALE};
 #pragma unroll
   for (int j = 0; j < 2 * C_TILES; ++j) {
     const float2 by = load_shared2(columns + 4 * (8 * j + 2 * l.t));
-    all[j][0] *= row[0] * by.x, all[j][1] *= row[0] * by.y;
-    all[j][2] *= row[1] * by.x, all[j][3] *= row[1] * by.y;
+    all[j][0] *= own[0] * by.x, all[j][1] *= own[0] * by.y;
+    all[j][2] *= own[1] * by.x, all[j][3] *= own[1] * by.y;
   }
   TokenOperand x;
   pack_rows(x, all);

@@ -16,6 +16,16 @@ __device__ __forceinline__ void clear(float (&x)[TILES][4]) {
   }
 }
 
+template <int TILES>
+__device__ __forceinline__ void scale(float (&x)[TILES][4], float by) {
+  if (by == 1.0f) return;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[j][e] *= by;
+  }
+}
+
 // x = tile m: 64 tokens with 128 values by an image of 128 values by 128 channels.
 __device__ __forceinline__ void multiply_state(RowSums& x, u32 tile, u32 image) {
   const u64 a = operand_descriptor(tile, 16, 1024), b = operand_descriptor(image, STATE_BYTES / 2, 1024);
@@ -42,7 +52,7 @@ __device__ __forceinline__ void load_rows(u32 (&r)[4], u32 tile, int kk, const L
 // Element e of accumulators' tile 2 kk + half.
 __device__ __forceinline__ float row_element(const u32 (&r)[4], int half, int e) {
   const u32 pair = r[2 * half + (e >> 1)];
-  return e & 1 ? bf16_high(pair) : bf16_low(pair);
+  return e & 1 ? half_high(pair) : half_low(pair);
 }
 // Calls f(row of the two, accumulator, the tile's element) for all of x.
 template <class F>
@@ -103,9 +113,10 @@ __device__ __forceinline__ void pass_norm(RowSums& d, const float (&norm)[2], u3
   each_row_element(d, tile, l, [&](int i, float& x, float y) { x -= less[i] * y; });
 }
 
-// A warp's rows through its part of an image, of which it is the only user, to device memory.
+// A warp's rows through its part of an image, of which it is the only user, to device memory, which has `size` elements
+// of each.
 __device__ __forceinline__ void store_rows(const RowSums& d, u32 image, u64 to, long long row_bytes, int rows,
-                                           const Lane& l) {
+                                           int size, const Lane& l) {
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) {
     u32 r[4];
@@ -114,6 +125,7 @@ __device__ __forceinline__ void store_rows(const RowSums& d, u32 image, u64 to, 
   }
   sync_warp();
   const int piece = l.lane & 15;
+  if (!has_piece(PIECE * piece, size)) rows = 0;
 #pragma unroll
   for (int n = 0; n < 16; n += 2) {
     const int row = 16 * l.block + n + (l.lane >> 4);

@@ -4,7 +4,7 @@
 //
 // With L the system and D the inverses of its diagonal blocks, block column c of the inverse is X_c = D_c,
 // X_b = -D_b (sum over c <= m < b of L_bm X_m). X is kept transposed, so that each sum is the next product's left
-// operand. D replaces the system's diagonal blocks.
+// operand. D replaces the system's diagonal blocks; until then these are in float32, in the same places.
 #pragma once
 
 #include "common/mma_operands.cuh"
@@ -13,42 +13,44 @@
 #include "sm90/chunk_backward/workspace.cuh"
 #include "sm90/gated_delta/tile_places.cuh"
 
-constexpr u32 DIAGONAL_PITCH = 24;  // floats a row
 struct TriangularSystem {
-  SquareImage high, low;                  // below the diagonal blocks; then D in their place
-  float diagonal[4][16][DIAGONAL_PITCH];  // float32
+  SquareImage high, low;
 };
+// Four columns from `column` on of a row of a diagonal block in float32: half of the columns are in either image.
+__device__ __forceinline__ u32 diagonal_at(u32 system, int block, int row, int column) {
+  const u32 image = system + (column < 8 ? OFFSET(TriangularSystem, high) : OFFSET(TriangularSystem, low));
+  return image + 16 * block * IMAGE_ROW + swizzled(row, 2 * block + (column >> 2 & 1));
+}
 
 // 16 rows of a 64 x 64 matrix, blocks of 16 columns: elements 8n + 2t, + 1 of rows g and g + 8.
 struct BlockRow {
   float block[4][2][4];
 };
 
-// A block of the system's rows.
-__device__ __forceinline__ void store_system(u32 system, int row_block, int j, const float (&x)[2][4],
-                                             int lane) {
-  if (j < row_block) {
-    const Split s = split_tiles(x[0], x[1]);
-    store_matrix4(tiles_by_column(system + OFFSET(TriangularSystem, high), row_block, j, lane), s.high);
-    store_matrix4(tiles_by_column(system + OFFSET(TriangularSystem, low), row_block, j, lane), s.low);
-    return;
-  }
-  const u32 at = system + OFFSET(TriangularSystem, diagonal) +
-                 4 * (DIAGONAL_PITCH * (16 * row_block + (lane >> 2)) + 2 * (lane & 3));
+// A block of the system's rows below the diagonal, and one on it.
+__device__ __forceinline__ void store_below(u32 system, int row_block, int j, const float (&x)[2][4],
+                                            int lane) {
+  const Split s = split_tiles(x[0], x[1]);
+  store_matrix4(tiles_by_column(system + OFFSET(TriangularSystem, high), row_block, j, lane), s.high);
+  store_matrix4(tiles_by_column(system + OFFSET(TriangularSystem, low), row_block, j, lane), s.low);
+}
+__device__ __forceinline__ void store_diagonal(u32 system, int row_block, const float (&x)[2][4], int lane) {
+  const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    store_shared(at + 32 * n, x[n][0], x[n][1]);
-    store_shared(at + 32 * n + 4 * 8 * DIAGONAL_PITCH, x[n][2], x[n][3]);
+    const u32 at = diagonal_at(system, row_block, g, 8 * n + 2 * t) + 8 * (t & 1);
+    store_shared(at, x[n][0], x[n][1]);
+    store_shared(at + 8 * IMAGE_ROW, x[n][2], x[n][3]);
   }
 }
 
 // D of a block, and below its diagonal what goes to the image `to`. One column a lane, both halves of the warp compute
 // the same; each stores half of the rows.
 __device__ __forceinline__ void invert_diagonal(u32 system, u32 to, int block, int lane) {
-  const u32 from = system + OFFSET(TriangularSystem, diagonal) + 4 * 16 * DIAGONAL_PITCH * block;
   const int j = lane & 15, half = lane >> 4;
   float x[16];
-  invert_column(x, j, [&](int i, int m) { return from + 4 * (DIAGONAL_PITCH * i + m); });
+  invert_column(x, j, [&](int i, int m) { return diagonal_at(system, block, i, m); });
+  sync_warp();  // D comes to the same places
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = i + 8 * half;
@@ -58,7 +60,7 @@ __device__ __forceinline__ void invert_diagonal(u32 system, u32 to, int block, i
     split(y, 0.0f, high, low);
     store_shared16(system + OFFSET(TriangularSystem, high) + at, high);
     store_shared16(system + OFFSET(TriangularSystem, low) + at, low);
-    store_shared16(to + at, pack_bf16(row > j ? y : 0.0f, 0.0f));
+    store_shared16(to + at, pack_saturated(row > j ? y : 0.0f, 0.0f));
   }
 }
 

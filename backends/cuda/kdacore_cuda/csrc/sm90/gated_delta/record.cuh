@@ -15,8 +15,7 @@
 #pragma once
 
 #include "common/state_rows.cuh"
-#include "generated/gated_delta_params.cuh"
-#include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/gated_delta/head_dims.cuh"
 
 // A number of each token, in the order in which lanes of walk_records read them: a lane with columns 8j + 2t and 8j + 2t + 1 of
 // products over 64 tokens has sixteen in a row. Rows are padded so that four of them do not share a bank.

@@ -7,7 +7,8 @@
 
 #include "generated/gated_delta_segment_params.cuh"
 #include "sm90/chunk_forward/segments/segment.cuh"
-#include "sm90/gated_delta/walk_block.cuh"
+#include "sm90/gated_delta/walk_arrays.cuh"
+#include "sm90/gated_delta/walk_checkpoints.cuh"
 
 __device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaSegmentParams& p, int n) {
   return find_read_sequence(static_cast<const GatedDeltaParams&>(p), n);
@@ -41,19 +42,4 @@ __device__ __forceinline__ SegmentItem find_later(const Params& p, int block, in
   j = p.segments - 1 - behind - j;
   if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   return segment_item(p, n, j, hv, block % PARTS);
-}
-
-__device__ __forceinline__ u64 full_state_at(u64 states, long long place) {
-  return states + place * FULL_STATE_BYTES;
-}
-
-// For a state that a loop over chunks begins with. Unless it is made of bits, the assembler lets the loop wait for all
-// products before the state is scaled.
-__device__ __forceinline__ void make_opaque(State& state) {
-#pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      state.s[j][e] = __uint_as_float((u32)opaque((int)__float_as_uint(state.s[j][e])));
-  }
 }

@@ -86,7 +86,8 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
             float by[2], dot[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              by[i] = factor[i] * (n ? beta[i] * exp2_fast(end - sum[i]) : sign * exp2_fast(sum[i]));
+              by[i] = factor[i] * (n ? beta[i] * exp2_fast(end - sum[i]) * (1.0f / GRADIENT_SCALE)
+                                     : sign * exp2_fast(sum[i]));
             if (n) {
               at.state_grads().wait_full();
               multiply_state(x, of_u, at.state_grads().stage());
@@ -130,7 +131,9 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
         store_pairs(operand, all, factor, at.key_scalars() + OFFSET(KeyScalars, k_norm), l);
         warp_arrive(at.pairs().full(), l.lane);
         at.pairs().wait_full();
+        scale(d, GRADIENT_SCALE);
         add_all_pairs(d, at, side, l);
+        scale(d, 1.0f / GRADIENT_SCALE);
         if (p.flags & FLAG_L2NORM) {
           const float by = side == KEYS      ? 1.0f
                            : p.scale == 0.0f ? 0.0f
@@ -139,11 +142,13 @@ __device__ __forceinline__ void compute(const GatedDeltaBackwardParams& p, u32 s
           pass_norm(d, norm, own, l);
         }
         const u32 staging = side == QUERIES ? (at.heads().stage() + OFFSET(HeadStage, u)) : operand;
-        const long long row_bytes = 2ll * p.H * K;
+        const int channels = channels_of(p);
+        const long long row_bytes = key_row_bytes(p);
         sync_side(side);  // KEYS has read the pairs in whose place dk is staged
         store_rows(d, staging,
-                   (side == QUERIES ? p.dq : p.dk) + (u.batch * p.T + u.first) * row_bytes + 2ll * u.h * K,
-                   row_bytes, u.rows, l);
+                   (side == QUERIES ? p.dq : p.dk) + (u.batch * p.T + u.first) * row_bytes +
+                       2ll * u.h * channels,
+                   row_bytes, u.rows, channels, l);
         fence_async_proxy();  // a bulk copy overwrites what has been staged
         warp_arrive(at.heads().empty(), l.lane);
         warp_arrive(at.keys().empty(), l.lane);

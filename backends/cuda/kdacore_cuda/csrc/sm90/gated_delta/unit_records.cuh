@@ -8,6 +8,7 @@
 // Template parameter `Threads`, of the 256 threads that a kernel gives to a unit:
 //
 //   thread                  this thread's number among them
+//   unit()                  the unit
 //   sync(), sync_team(i)    barriers of all of them, and of those of half i
 //   leaves(record)          its copies to device memory have been requested; by all threads of a half
 //   end_record_before()     a good place to wait for the copies of the record that left last; by all lanes of warps
@@ -58,9 +59,19 @@ __device__ __forceinline__ u32 pair_block(u32 pairs, int row_block, int j) {
   return pairs + (row_block * (row_block + 1) / 2 + j) * (u32)sizeof(PairBlock);
 }
 
-// 64 rows of 128 bfloat16; zeros past the end.
-__device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows, int thread) {
+// A unit's keys and queries in device memory.
+__device__ __forceinline__ u64 key_tile(const GatedDeltaParams& p, const KeyUnit& u) {
+  return p.k + 2 * (u.batch * p.k_sb + u.first * p.k_st + u.h * p.k_sh);
+}
+__device__ __forceinline__ u64 query_tile(const GatedDeltaParams& p, const KeyUnit& u) {
+  return p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh);
+}
+
+// 64 rows of `channels` bfloat16; zeros past the end, and up to 128.
+__device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows, int thread,
+                                           int channels = K) {
   const int piece = thread & 15;
+  if (!has_piece(PIECE * piece, channels)) rows = 0;
 #pragma unroll
   for (int n = 0; n < 1024 / UNIT_THREADS; ++n) {
     const int row = (thread >> 4) + UNIT_THREADS / 16 * n;
@@ -70,36 +81,45 @@ __device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes
   }
 }
 
-// Products of 16 rows of `left` with the keys of blocks 0 .. row_block, and the rows' sums of squares.
+// Products of 16 rows of `left` with the keys of blocks 0 .. row_block, and the sums of squares of two of those rows, in
+// the lane that has them (has_squares): products of the rows with themselves.
 __device__ __forceinline__ void multiply_pairs(BlockRow& out, float (&square)[2], u32 left, u32 keys,
                                                int row_block, int lane) {
   out = {};
-  square[0] = square[1] = 0.0f;
+  float own[2][4] = {};
 #pragma unroll
   for (int i = 0; i < K / 16; ++i) {
     const u32 wide = (i >> 2) * SQUARE_BYTES;
     u32 a[4];
     load_matrix4(a, tiles_by_column(left + wide, row_block, i & 3, lane));
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float x = bf16_low(a[e]), y = bf16_high(a[e]);
-      square[e & 1] += x * x + y * y;
-    }
-#pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (j > row_block) break;
       u32 b[4];
       load_matrix4(b, tiles_by_row(keys + wide, j, i & 3, lane));
-      mma_bf16(out.block[j][0], a, b[0], b[1]);
-      mma_bf16(out.block[j][1], a, b[2], b[3]);
+      mma_half(out.block[j][0], a, b[0], b[1]);
+      mma_half(out.block[j][1], a, b[2], b[3]);
+    }
+    if (left == keys) continue;
+    u32 b[4];
+    load_matrix4(b, tiles_by_row(left + wide, row_block, i & 3, lane));
+    mma_half(own[0], a, b[0], b[1]);
+    mma_half(own[1], a, b[2], b[3]);
+  }
+  if (left == keys) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j != row_block) continue;
+      own[0][0] = out.block[j][0][0], own[0][1] = out.block[j][0][1];
+      own[1][2] = out.block[j][1][2], own[1][3] = out.block[j][1][3];
     }
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    square[i] += shuffle_xor(square[i], 1);
-    square[i] += shuffle_xor(square[i], 2);
-  }
+  const bool odd = lane >> 2 & 1;
+  square[0] = odd ? own[0][1] : own[0][0];
+  square[1] = odd ? own[1][3] : own[1][2];
 }
+// Whether a lane has products of rows lane / 4 and that + 8 with themselves.
+__device__ __forceinline__ bool has_squares(int lane) { return (lane & 3) == lane >> 3; }
 
 // What a value head's tokens say of decays and beta: two tokens a lane. Loaded ahead, as it takes long.
 struct TokenInputs {
@@ -124,18 +144,27 @@ __device__ __forceinline__ TokenInputs load_inputs(const GatedDeltaParams& p, co
   return x;
 }
 
-// One warp. `head`: its HeadFactors.
-__device__ __forceinline__ void make_factors(const GatedDeltaParams& p, const KeyUnit& u,
-                                             const TokenInputs& x, u32 shared, u32 head, int lane) {
-  const HeadGate gate = make_gate(p, x.A_log, x.bias);
+// Of a lane's tokens; zeros past the end.
+struct TokenGates {
   float sum[2], beta[2];
+};
+__device__ __forceinline__ TokenGates sum_gates(const GatedDeltaParams& p, const KeyUnit& u,
+                                                const TokenInputs& x, int lane) {
+  const HeadGate gate = make_gate(p, x.A_log, x.bias);
+  TokenGates y;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const bool real = 2 * lane + i < u.rows;
-    sum[i] = real ? log2_decay(p, gate, from_bits(x.g[i], p.g_type)) : 0.0f;
-    beta[i] = real ? activate_beta(p, from_bits(x.beta[i], p.beta_type)) : 0.0f;
+    y.sum[i] = real ? log2_decay(p, gate, from_bits(x.g[i], p.g_type)) : 0.0f;
+    y.beta[i] = real ? activate_beta(p, from_bits(x.beta[i], p.beta_type)) : 0.0f;
   }
-  sum_decays(sum, lane);
+  sum_decays(y.sum, lane);
+  return y;
+}
+
+// One warp. `head`: its HeadFactors.
+__device__ __forceinline__ void make_factors(const TokenGates& gates, u32 shared, u32 head, int lane) {
+  const float(&sum)[2] = gates.sum, (&beta)[2] = gates.beta;
   const float last = shuffle(sum[1], 31);
   const float2 k_norm = load_shared2(shared + OFFSET(UnitMemory, key.k_norm) + 8 * lane),
                q_factor = load_shared2(shared + OFFSET(UnitMemory, key.q_factor) + 8 * lane);
@@ -159,34 +188,70 @@ __device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_b
   x[1] = load_shared1(from + 4 * (16 * row_block + (lane >> 2) + 8));
 }
 
-// Calls f(j, block) for each block of row_i column_j 2^(sum_i - sum_j) times the pair's product, zero above the diagonal, and on it unless
-// `diagonal` is 1. A block at a time, which saves registers.
-template <class F>
-__device__ __forceinline__ void each_decayed_block(u32 pairs, u32 row, u32 column, u32 sums, int row_block,
-                                                   int diagonal, int lane, F f) {
+// The rows of a warp in the triangular system, and in the image `a`: 2^(sum_i - sum_j) own_j times the pair's product and
+// a factor of the row, zero above the diagonal and, in the system, on it.
+//
+// Left of the diagonal block the decay is a row's factor times a column's, both from the row block's first token on:
+// neither is larger than 1, and no row reads what is later.
+__device__ __forceinline__ void make_rows(u32 shared, u32 head, u32 system, u32 a, int row_block, int lane) {
+  const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, scalars.sum),
+            pairs = shared + OFFSET(UnitMemory, pairs);
   const int g = lane >> 2, t = lane & 3;
-  float own[2], by_row[2];
-  load_row_pair(own, sums, row_block, lane);
-  load_row_pair(by_row, row, row_block, lane);
+  float sum[2], of_key[2], of_query[2];
+  load_row_pair(sum, sums, row_block, lane);
+  load_row_pair(of_key, shared + OFFSET(UnitMemory, key.k_norm), row_block, lane);
+  load_row_pair(of_query, shared + OFFSET(UnitMemory, key.q_factor), row_block, lane);
+  // Of two columns of block j, and their products with the rows.
+  struct Columns {
+    float sum[2], own[2], keys[4], queries[4];
+  };
+  const auto load = [&](int j, int n) {
+    const u32 at = 4 * (16 * j + 8 * n + 2 * t),
+              pair = pair_block(pairs, row_block, j) + 512 * n + 16 * lane;
+    const float4 keys = load_shared4(pair), queries = load_shared4(pair + 10 * (u32)sizeof(PairBlock));
+    const float2 y = load_shared2(sums + at), x = load_shared2(own + at);
+    return Columns{{y.x, y.y}, {x.x, x.y}, {keys.x, keys.y, keys.z, keys.w},
+                   {queries.x, queries.y, queries.z, queries.w}};
+  };
+  const auto store_a = [&](int j, const float (&x)[2][4]) {
+    u32 rounded[4];
+    pack_tiles(x[0], x[1], rounded);
+    store_matrix4(tiles_by_column(a, row_block, j, lane), rounded);
+  };
+  float of_system[2][4], of_a[2][4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > row_block) break;
-    float block[2][4];
+  for (int n = 0; n < 2; ++n) {
+    const Columns x = load(row_block, n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float decay = x.own[e & 1] * exp2_fast(sum[e >> 1] - x.sum[e & 1]);
+      const int above = 8 * n + 2 * t + (e & 1) - (g + 8 * (e >> 1));
+      of_system[n][e] = above < 0 ? x.keys[e] * of_key[e >> 1] * decay : 0.0f;
+      of_a[n][e] = above <= 0 ? x.queries[e] * of_query[e >> 1] * decay : 0.0f;
+    }
+  }
+  store_diagonal(system, row_block, of_system, lane);
+  store_a(row_block, of_a);
+  const float first = load_shared1(sums + 64 * row_block);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float decay = exp2_fast(sum[i] - first);
+    of_key[i] *= decay, of_query[i] *= decay;
+  }
+#pragma unroll 1
+  for (int j = 0; j < row_block; ++j) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float4 x = load_shared4(pair_block(pairs, row_block, j) + 512 * n + 16 * lane);
-      const float pair[4] = {x.x, x.y, x.z, x.w};
-      const u32 at = 4 * (16 * j + 8 * n + 2 * t);
-      const float2 sum = load_shared2(sums + at), by = load_shared2(column + at);
+      const Columns x = load(j, n);
+      const float column[2] = {x.own[0] * exp2_fast(first - x.sum[0]), x.own[1] * exp2_fast(first - x.sum[1])};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float y = pair[e] * by_row[e >> 1] * (e & 1 ? by.y : by.x) *
-                        exp2_fast(own[e >> 1] - (e & 1 ? sum.y : sum.x));
-        const bool kept = j < row_block || 8 * n + 2 * t + (e & 1) < g + 8 * (e >> 1) + diagonal;
-        block[n][e] = kept ? y : 0.0f;
+        of_system[n][e] = x.keys[e] * of_key[e >> 1] * column[e & 1];
+        of_a[n][e] = x.queries[e] * of_query[e >> 1] * column[e & 1];
       }
     }
-    f(j, block);
+    store_below(system, row_block, j, of_system, lane);
+    store_a(j, of_a);
   }
 }
 
@@ -195,23 +260,12 @@ template <class Threads>
 __device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& threads, u32 shared, u32 head,
                                             u32 team, long long record, int team_index, int row_block,
                                             int lane) {
-  const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, scalars.sum),
-            k_norm = shared + OFFSET(UnitMemory, key.k_norm),
-            q_factor = shared + OFFSET(UnitMemory, key.q_factor), pairs = shared + OFFSET(UnitMemory, pairs),
-            system = team + OFFSET(TeamMemory, system), images = team + OFFSET(TeamMemory, record);
-  each_decayed_block(pairs, k_norm, own, sums, row_block, 0, lane,
-                     [&](int j, const float (&x)[2][4]) { store_system(system, row_block, j, x, lane); });
+  const u32 system = team + OFFSET(TeamMemory, system), images = team + OFFSET(TeamMemory, record),
+            t = images + OFFSET(RecordImages, t);
+  make_rows(shared, head, system, images + OFFSET(RecordImages, a), row_block, lane);
   sync_warp();
   threads.end_record_before();
-  const u32 t = images + OFFSET(RecordImages, t);
   invert_diagonal(system, t, row_block, lane);
-  each_decayed_block(pairs + 10 * (u32)sizeof(PairBlock), q_factor, own, sums, row_block, 1, lane,
-                     [&](int j, const float (&x)[2][4]) {
-                       u32 r[4];
-                       pack_tiles(x[0], x[1], r);
-                       store_matrix4(tiles_by_column(images + OFFSET(RecordImages, a), row_block, j, lane),
-                                     r);
-                     });
   threads.sync_team(team_index);
   merge_column(system, t, row_block, lane);
   fence_async_proxy();
@@ -250,10 +304,8 @@ __device__ __forceinline__ HeadRange value_heads(const GatedDeltaParams& p, cons
 // Requests a unit's tiles and loads the inputs of its first value heads.
 __device__ __forceinline__ TokenInputs fetch_unit(const GatedDeltaParams& p, const KeyUnit& u, u32 shared,
                                                   int thread) {
-  fetch_tile(shared + OFFSET(UnitMemory, k), p.k + 2 * (u.batch * p.k_sb + u.first * p.k_st + u.h * p.k_sh),
-             2 * p.k_st, u.rows, thread);
-  fetch_tile(shared + OFFSET(UnitMemory, q), p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh),
-             2 * p.q_st, u.rows, thread);
+  fetch_tile(shared + OFFSET(UnitMemory, k), key_tile(p, u), 2 * p.k_st, u.rows, thread, channels_of(p));
+  fetch_tile(shared + OFFSET(UnitMemory, q), query_tile(p, u), 2 * p.q_st, u.rows, thread, channels_of(p));
   copy_async_commit();
   const HeadRange heads = value_heads(p, u);
   const int lane = thread & 31, warp = uniform(thread >> 5);
@@ -262,59 +314,71 @@ __device__ __forceinline__ TokenInputs fetch_unit(const GatedDeltaParams& p, con
   return inputs;
 }
 
+// Products of the tokens, and their norms, once the tiles have come.
+template <class Threads>
+__device__ __forceinline__ void make_pairs(const GatedDeltaParams& p, u32 shared, Threads& threads, int warp,
+                                           int lane) {
+  const bool of_keys = warp < 4;
+  const int row_block = of_keys ? warp : 7 - warp;  // each scheduler has as many blocks
+  const u32 keys = shared + OFFSET(UnitMemory, k), queries = shared + OFFSET(UnitMemory, q);
+  BlockRow products;
+  float square[2];
+  multiply_pairs(products, square, of_keys ? keys : queries, keys, row_block, lane);
+  if (has_squares(lane)) {
+    const u32 to = shared + (of_keys ? OFFSET(UnitMemory, key.k_norm) : OFFSET(UnitMemory, key.q_factor));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
+      store_shared(to + 4 * (16 * row_block + (lane >> 2) + 8 * i),
+                   __float_as_uint(of_keys ? norm : p.scale * norm));
+    }
+  }
+  fence_async_proxy();  // bulk copies read the factors
+  threads.sync();       // tiles have been read
+  const u32 pairs = shared + OFFSET(UnitMemory, pairs) + (of_keys ? 0 : 10 * (u32)sizeof(PairBlock));
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j > row_block) break;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float(&x)[4] = products.block[j][n];
+      store_shared(pair_block(pairs, row_block, j) + 512 * n + 16 * lane, __float_as_uint(x[0]),
+                   __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    }
+  }
+}
+
 // `inputs`: of fetch_unit.
 template <class Threads>
-__device__ __forceinline__ void make_records(const GatedDeltaParams& p, const KeyUnit& u, TokenInputs inputs,
-                                             u32 shared, Threads& threads) {
+__device__ __forceinline__ void make_records(const GatedDeltaParams& p, TokenInputs inputs, u32 shared,
+                                             Threads& threads) {
   const int lane = threads.thread & 31, warp = uniform(threads.thread >> 5);
   const int team_index = warp / TEAM_WARPS;
   const u32 team = shared + OFFSET(UnitMemory, teams) + team_index * (u32)sizeof(TeamMemory);
-  const u32 keys = shared + OFFSET(UnitMemory, k), queries = shared + OFFSET(UnitMemory, q);
-  copy_async_wait<0>();
-  threads.sync();
-  {
-    const bool of_keys = warp < 4;
-    const int row_block = of_keys ? warp : 7 - warp;  // each scheduler has as many blocks
-    BlockRow products;
-    float square[2];
-    multiply_pairs(products, square, of_keys ? keys : queries, keys, row_block, lane);
-    if ((lane & 3) == 0) {
-      const u32 to = shared + (of_keys ? OFFSET(UnitMemory, key.k_norm) : OFFSET(UnitMemory, key.q_factor));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
-        store_shared(to + 4 * (16 * row_block + (lane >> 2) + 8 * i),
-                     __float_as_uint(of_keys ? norm : p.scale * norm));
-      }
-    }
-    fence_async_proxy();  // bulk copies read the factors
-    threads.sync();
-    const u32 pairs = shared + OFFSET(UnitMemory, pairs) + (of_keys ? 0 : 10 * (u32)sizeof(PairBlock));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j > row_block) break;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float (&x)[4] = products.block[j][n];
-        store_shared(pair_block(pairs, row_block, j) + 512 * n + 16 * lane, __float_as_uint(x[0]),
-                     __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-      }
-    }
-  }
+  const HeadRange own = value_heads(p, threads.unit());
+  const int begin = own.first, beyond = own.beyond;
   const u32 heads = shared + OFFSET(UnitMemory, heads);
-  const int beyond = value_heads(p, u).beyond;
 #pragma unroll 1
-  for (int first = value_heads(p, u).first; first < beyond; first += HEADS) {
-    if (warp < HEADS && first + warp < beyond) {
-      make_factors(p, u, inputs, shared, heads + warp * (u32)sizeof(HeadFactors), lane);
+  for (int first = begin; first < beyond; first += HEADS) {
+    const bool makes_factors = warp < HEADS && first + warp < beyond;
+    TokenGates gates;
+    if (makes_factors) gates = sum_gates(p, threads.unit(), inputs, lane);
+    if (first == begin) {
+      copy_async_wait<0>();
+      threads.sync();
+      make_pairs(p, shared, threads, warp, lane);
+    } else {
+      threads.sync();  // factors have been read
+    }
+    if (makes_factors) {
+      make_factors(gates, shared, heads + warp * (u32)sizeof(HeadFactors), lane);
       fence_async_proxy();
-      if (first + HEADS + warp < beyond) inputs = load_inputs(p, u, first + HEADS + warp, lane);
+      if (first + HEADS + warp < beyond) inputs = load_inputs(p, threads.unit(), first + HEADS + warp, lane);
     }
     threads.sync();
 #pragma unroll 1
     for (int i = team_index; i < HEADS && first + i < beyond; i += TEAMS)
-      make_record(p, threads, shared, heads + i * (u32)sizeof(HeadFactors), team, u.slot * p.HV + first + i,
-                  team_index, warp % TEAM_WARPS, lane);
-    if (first + HEADS < beyond) threads.sync();  // factors have been read
+      make_record(p, threads, shared, heads + i * (u32)sizeof(HeadFactors), team, threads.unit().slot * p.HV + first + i,
+                  team_index, warp % TEAM_WARPS, opaque(lane));  // no addresses kept while pairs are made
   }
 }

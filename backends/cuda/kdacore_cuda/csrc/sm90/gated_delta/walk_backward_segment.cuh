@@ -22,7 +22,7 @@ __device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwa
   if (item.index)
     read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
   else
-    read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+    read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
   make_opaque(state);
 }
 __device__ __forceinline__ void end_alone(State& state, const GatedDeltaBackwardSegmentParams& p,
@@ -34,7 +34,7 @@ __device__ __forceinline__ void end_alone(State& state, const GatedDeltaBackward
 __device__ __forceinline__ void begin_grad(State& state, const GatedDeltaBackwardSegmentParams& p,
                                            const SegmentItem& item, int row, const Lane& l) {
   if (item.last)
-    read_state(state, row, l.t, state_grad_at(p, p.d_ht, item), p.flags);
+    read_state_grad(state, p, item, row, l);
   else
     read_pairs(state.s, row, 2 * l.t, full_state_at(p.ends, item.place));
   make_opaque(state);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void end_grad(State& state, const GatedDeltaBackwardS
   if (item.index) {
     if (!OF_SLICE && item.last) write_grad_before(state, p, item, row, l);
   } else if (const u64 initial = state_grad_at(p, p.d_h0, item)) {
-    write_state(state, row, l.t, initial, p.flags);
+    write_state_grad(state, p, initial, row, l);
   }
 }
 

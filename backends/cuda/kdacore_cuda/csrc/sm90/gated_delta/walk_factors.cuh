@@ -17,6 +17,12 @@ __device__ __forceinline__ ColumnFactors load_factors(u32 from, const Lane& l) {
   }
   return f;
 }
+// Other factors, `by` times these.
+__device__ __forceinline__ ColumnFactors scaled(ColumnFactors f, float by) {
+#pragma unroll
+  for (int j = 0; j < 2 * C_TILES; ++j) f.x[j].x *= by, f.x[j].y *= by;
+  return f;
+}
 using Products = float[2 * C_TILES][4];
 __device__ __forceinline__ void multiply_columns(Products& x, const ColumnFactors& f) {
 #pragma unroll
@@ -38,8 +44,8 @@ __device__ __forceinline__ void subtract_from(Products& x, const TokenOperand& v
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 pair = v.a[j >> 1][2 * (j & 1) + i];
-      x[j][2 * i] = bf16_low(pair) - f.x[j].x * x[j][2 * i];
-      x[j][2 * i + 1] = bf16_high(pair) - f.x[j].y * x[j][2 * i + 1];
+      x[j][2 * i] = half_low(pair) - f.x[j].x * x[j][2 * i];
+      x[j][2 * i + 1] = half_high(pair) - f.x[j].y * x[j][2 * i + 1];
     }
   }
 }
@@ -48,7 +54,7 @@ __device__ __forceinline__ void pack_scaled(TokenOperand& to, const Products& x,
   for (int j = 0; j < 2 * C_TILES; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      to.a[j >> 1][2 * (j & 1) + i] = pack_bf16(x[j][2 * i] * f.x[j].x, x[j][2 * i + 1] * f.x[j].y);
+      to.a[j >> 1][2 * (j & 1) + i] = pack_saturated(x[j][2 * i] * f.x[j].x, x[j][2 * i + 1] * f.x[j].y);
   }
 }
 __device__ __forceinline__ void scale_rounded(TokenOperand& x, const ColumnFactors& f) {
@@ -57,7 +63,7 @@ __device__ __forceinline__ void scale_rounded(TokenOperand& x, const ColumnFacto
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       u32& pair = x.a[j >> 1][2 * (j & 1) + i];
-      pair = pack_bf16(bf16_low(pair) * f.x[j].x, bf16_high(pair) * f.x[j].y);
+      pair = pack_saturated(half_low(pair) * f.x[j].x, half_high(pair) * f.x[j].y);
     }
   }
 }

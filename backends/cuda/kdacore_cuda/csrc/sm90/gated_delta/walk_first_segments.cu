@@ -45,7 +45,7 @@ KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) 
     const SegmentItem x = maps ? find_mapped(p, block) : find_first(p, block);
     const Lane l = make_lane(warp, x.part);
     if (!maps)
-      carry_state<false>(p, x, shared, warp, l);
+      carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), l);
     else if (x.s.chunks)
       carry_map(x, p.maps + x.place * MAP_BYTES, full_state_at(p.addends, x.place), shared, l);
     return;
@@ -54,9 +54,9 @@ KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   if (maps)
     load_map(p, find_mapped(p, block), shared, thread);
   else
-    load_forward(p, WrittenRecords{}, find_first(p, block), shared, thread);
+    load_forward(p, WrittenRecords{}, find_first(p, block), StageRing<>{shared}, thread);
   if constexpr (!OF_SLICE) {
-    clear_unused_rows(p, 2ll * p.HV * V,
+    clear_unused_rows(p, value_row_bytes(p),
                       {(u32)(32 * LOAD_WARPS * block + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
   }
 }

@@ -13,15 +13,17 @@
 #pragma once
 
 #include "common/clear_rows.cuh"
+#include "sm90/gated_delta/walk_arrays.cuh"
+#include "sm90/gated_delta/walk_checkpoints.cuh"
 #include "sm90/gated_delta/walk_factors.cuh"
 #include "sm90/gated_delta/walk_loads.cuh"
 #include "sm90/gated_delta/walk_stores.cuh"
 #include "sm90/ring.cuh"
 
-constexpr int STAGES = 3;
+constexpr int MOST_STAGES = 3;
 struct alignas(1024) Stage {
   WalkRecord record;
-  RingBarriers<STAGES> barriers;  // of all stages in the first one, where alignment leaves room
+  RingBarriers<MOST_STAGES> barriers;  // of all stages in the first one, where alignment leaves room
   alignas(1024) TileImage k;
   TileImage q;
   SquareImage values[WARPGROUPS];  // rows of tokens
@@ -29,12 +31,13 @@ struct alignas(1024) Stage {
 // Of a warp, for o and all else that it stores.
 template <bool KEEPS>
 constexpr u32 STAGING_BYTES = KEEPS ? sizeof(WarpStaging) : sizeof(u16[C][16]);
-template <bool KEEPS>
+template <bool KEEPS, int STAGES = MOST_STAGES>
 struct ForwardMemory {
   Stage stages[STAGES];
   unsigned char staging[STATE_WARPS][STAGING_BYTES<KEEPS>];
 };
-using StageRing = Ring<STAGES, 0, sizeof(Stage), OFFSET(Stage, barriers), 8 * STAGES>;
+template <int STAGES = MOST_STAGES>
+using StageRing = Ring<STAGES, 0, sizeof(Stage), OFFSET(Stage, barriers), 8 * MOST_STAGES>;
 
 __device__ __forceinline__ Item find_item(const GatedDeltaParams& p) {
   return find_item(p, opaque(block_index()));  // each role finds it anew
@@ -47,16 +50,17 @@ struct WrittenRecords {
   __device__ __forceinline__ void wait() {}
 };
 
-template <class Records>
-__device__ __forceinline__ void load_forward(const GatedDeltaParams& p, Records records, const Item& x,
-                                             u32 shared, int thread) {
+// Loads an item's chunks into the next stages of the ring. Returns the ring behind them, as carry_state does.
+template <class Records, class Stages>
+__device__ __forceinline__ Stages load_forward(const GatedDeltaParams& p, Records records, const Item& x,
+                                               Stages ring, int thread) {
   const int h = divide(x.hv, p.group_factor, p.group_shift);
   auto k = key_source(p, x, h, thread), q = query_source(p, x, h, thread);
   auto v = value_source(p, x, thread);
   u64 record = record_at(p, x.s.slot, x.hv);
   int left = x.s.length;
   records.begin(x);
-  const auto load_record = [&](const StageRing& ring) {
+  const auto load_record = [&](const Stages& ring) {
     if (thread == 0) {
       records.wait();
       barrier_expect(ring.full(), WALK_BYTES);
@@ -64,7 +68,7 @@ __device__ __forceinline__ void load_forward(const GatedDeltaParams& p, Records 
     }
     record += (u64)p.HV * RECORD_BYTES;
   };
-  const auto load = [&](const StageRing& ring) {
+  const auto load = [&](const Stages& ring) {
     const u32 stage = ring.stage();
     if constexpr (!Records::COME_LATE) load_record(ring);
     k.fetch(stage + OFFSET(Stage, k), left, thread);
@@ -72,7 +76,7 @@ __device__ __forceinline__ void load_forward(const GatedDeltaParams& p, Records 
     v.fetch(stage + OFFSET(Stage, values), left, thread);
     left -= C;
   };
-  load_chunks(StageRing{shared}, x.s.chunks, thread, load, [&](const StageRing& ring) {
+  return load_chunks(ring, x.s.chunks, thread, load, [&](const Stages& ring) {
     if constexpr (Records::COME_LATE) load_record(ring);
   });
 }
@@ -89,7 +93,7 @@ __device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p,
 template <class Params>
 __device__ __forceinline__ void begin_state(State& state, const Params& p, const Item& item, int row,
                                             const Lane& l) {
-  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
 }
 // Checkpoints before those that the walk writes, `every` chunks apart; chunks until its first one.
 struct CheckpointsBefore {
@@ -100,8 +104,8 @@ __device__ __forceinline__ CheckpointsBefore checkpoints_before(const Item&, int
 template <class Params>
 __device__ __forceinline__ void end_state(State& state, const Params& p, const Item& item, u64, int row,
                                           const Lane& l) {
-  if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
-    write_state(state, row, l.t, final, p.flags);
+  if (const u64 final = final_state_at(p, item.n, item.hv, state_elements(p)))
+    write_own_state(state, p, row, l.t, final);
 }
 
 // What is kept of a chunk: where a lane's part of u goes, and the state's image.
@@ -119,41 +123,44 @@ __device__ __forceinline__ void next_chunk(KeptPlaces& kept, int HV) {
   kept.state += (u64)HV * STATE_BYTES;
 }
 
-template <bool KEEPS, class Params, class Walked>
-__device__ __forceinline__ void carry_state(const Params& p, const Walked& item, u32 shared, int warp,
-                                            const Lane& l) {
+// An item from its start to its end. `own`: the warp's staging memory.
+template <bool KEEPS, class Params, class Walked, class Stages>
+__device__ __forceinline__ Stages carry_state(const Params& p, const Walked& item, Stages ring, u32 own,
+                                              const Lane& l) {
   const int row = l.row + l.g;
   State state;
   begin_state(state, p, item, row, l);
   const int block = p.ckpt_every ? p.ckpt_every / C : 1 << 30;  // chunks between checkpoints
   const CheckpointsBefore before = checkpoints_before(item, block);
   int wait = p.ckpt_every ? before.wait : 1 << 30;  // until the next one
-  const u64 head_bytes = (u64)K * V * state_size(p);
+  const u64 head_bytes = (u64)state_elements(p) * state_size(p);
   u64 checkpoint =
       p.ckpt_every ? p.ckpt + ((first_checkpoint(p, item.n) + before.rows) * p.HV + item.hv) * head_bytes : 0;
-  const long long token_bytes = 2ll * p.HV * V;
   // Of the chunk before, whose output is stored beside this one's products.
-  OutputPlace to = output_place<PackedRows>(reinterpret_cast<unsigned char*>(p.o) +
-                                                (item.s.batch * p.T + item.s.first - C) * token_bytes +
-                                                2 * (item.hv * V + l.row),
-                                            (int)token_bytes, l);
-  const u32 own = shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
+  ValuePlace to = value_place(p, p.o, item.s.batch * p.T + item.s.first - C, item.hv, l);
   const PackedRows staging = {own};
   int left = item.s.length, out_tokens = 0;
   Operand s;
   pack_state(s, state);
   TokenOperand out = {};  // of the chunk before
-  StageRing ring = {shared};
+  int marked = 0;  // the next chunk in which checkpoints lie
+  if constexpr (MARKS) marked = next_mark<C>(p, item.s.first, item.s.length, 0);
   KeptPlaces kept;
   if constexpr (KEEPS) kept = kept_places(p, item, l);
 #pragma unroll 1
   for (int c = 0; c < item.s.chunks; ++c) {
     if (wait == 0) {
-      write_state(state, row, l.t, checkpoint, p.flags);
+      write_own_state(state, p, row, l.t, checkpoint);
       checkpoint += (u64)p.HV * head_bytes;
       wait = block;
     }
     --wait;
+    if constexpr (MARKS) {
+      if (c == marked) {
+        write_pairs(state.s, row, 2 * l.t, marked_state_at(p, item.s, c, item.hv));
+        marked = next_mark<C>(p, item.s.first, item.s.length, c + 1);
+      }
+    }
     const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record),
               factors = record + OFFSET(ChunkRecord, factors);
     const u64 k = operand_descriptor(stage + OFFSET(Stage, k), 16, 1024),
@@ -177,8 +184,8 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
     const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     stage_output(out, staging, l);
     scale_state(state, last);
-    store_output(read_output(staging, l), to, out_tokens, l);
-    next_chunk(to);
+    store_output(read_output(staging, l), to.place, to.tokens(out_tokens), l);
+    next_chunk(to.place);
     if constexpr (KEEPS) store_state_rows(s, own, kept.state, l);
     warpgroup_wait<1>();
     fence_registers(u);
@@ -230,26 +237,33 @@ __device__ __forceinline__ void carry_state(const Params& p, const Walked& item,
     left -= C;
   }
   stage_output(out, staging, l);
-  store_output(read_output(staging, l), to, out_tokens, l);
+  store_output(read_output(staging, l), to.place, to.tokens(out_tokens), l);
   end_state(state, p, item, wait ? 0 : checkpoint, row, l);
+  return ring;
 }
 
+// A warp's memory for what it stores.
+template <bool KEEPS>
+__device__ __forceinline__ u32 staging_at(u32 shared, int warp) {
+  return shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
+}
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {
-  make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
+  make_ring_barriers<MOST_STAGES>(shared + OFFSET(Stage, barriers));
 }
 template <bool KEEPS, class Params, class Records = WrittenRecords>
 __device__ __forceinline__ void walk_forward(const Params& p, u32 shared, Records records = {}) {
   const int warp = uniform(thread_index() >> 5);
+  StageRing<> ring = {shared};
   if (warp < STATE_WARPS) {
     set_role_registers<STATE_REGISTERS>();
     const Item x = find_item(p);
-    carry_state<KEEPS>(p, x, shared, warp, make_lane(warp, x.part));
+    carry_state<KEEPS>(p, x, ring, staging_at<KEEPS>(shared, warp), make_lane(warp, x.part));
   } else {
     set_role_registers<LOAD_REGISTERS>();
     const int thread = thread_index() - 32 * STATE_WARPS;
-    load_forward(p, records, find_item(p), shared, thread);
+    load_forward(p, records, find_item(p), ring, thread);
     clear_unused_rows(
-        p, 2ll * p.HV * V,
+        p, value_row_bytes(p),
         {(u32)(32 * LOAD_WARPS * block_index() + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
   }
 }

@@ -23,13 +23,14 @@ KDA_KERNEL(THREADS, 1) walk_later_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   if (!OF_SLICE && idle) return wait_for_inputs();
   if (warp < STATE_WARPS) {
     wait_for_inputs();
-    if (!idle) carry_state<false>(p, x, shared, warp, make_lane(warp, x.part));
+    if (!idle)
+      carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), make_lane(warp, x.part));
   } else {
     const int thread = thread_index() - 32 * STATE_WARPS;
-    load_forward(p, WrittenRecords{}, x, shared, thread);
+    load_forward(p, WrittenRecords{}, x, StageRing<>{shared}, thread);
     if constexpr (OF_SLICE) {
       wait_for_inputs();
-      clear_tail(p, 2ll * p.HV * V,
+      clear_tail(p, value_row_bytes(p),
                  {(u32)(32 * LOAD_WARPS * block + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
     }
   }

@@ -34,7 +34,8 @@ __device__ __forceinline__ void load_map(const GatedDeltaParams& p, const Segmen
                                          int thread) {
   const int last = x.s.chunks - 1;
   auto k = key_source(p, x, divide(x.hv, p.group_factor, p.group_shift), thread);
-  auto v = row_source<16>(p.v, x.s.batch * p.v_sb + x.s.first * p.v_st + x.hv * p.v_sh, p.v_st, thread);
+  auto v = row_source<16>(p.v, x.s.batch * p.v_sb + x.s.first * p.v_st + x.hv * p.v_sh, p.v_st, values_of(p),
+                          thread);
   k.move(last), v.move(last);
   u64 record = record_at(p, x.s.slot + last, x.hv);
   int left = x.s.length - last * C;

@@ -10,28 +10,12 @@
 // Grid: two blocks a sequence and value head. Warps: walk_block.cuh.
 //
 // Macros from the host: WARPGROUPS, 1: a record has a flag for each of two blocks.
-#include "generated/gated_delta_beside_params.cuh"
-#include "sm90/chunk_forward/dataflow/flags.cuh"
+#include "sm90/gated_delta/flagged_records.cuh"
 #include "sm90/gated_delta/walk_forward.cuh"
 
 KDA_SHARED_BYTES(sizeof(ForwardMemory<false>));
 
-struct FlaggedRecords {
-  static constexpr bool COME_LATE = true;
-  const GatedDeltaBesideParams& p;
-  u64 flag = 0;
-  __device__ __forceinline__ void begin(const Item& x) {
-    flag = p.ready + (u64)((long long)x.s.slot * p.HV + x.hv) * UNIT_FLAGS_BYTES + 8 * x.part;
-  }
-  __device__ __forceinline__ void wait() {
-    wait_and_clear_flag(flag, p.launch);
-    fence_async_proxy_global();
-    flag += (u64)p.HV * UNIT_FLAGS_BYTES;
-  }
-};
-
 KDA_KERNEL(THREADS, 1) walk_records_beside(KDA_PARAM GatedDeltaBesideParams p) {
-  static_assert(PARTS * 8 == UNIT_FLAGS_BYTES, "a flag for each block");
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   make_forward_barriers(shared);

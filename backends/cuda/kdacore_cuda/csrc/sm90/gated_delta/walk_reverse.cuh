@@ -8,6 +8,7 @@
 // rounded.
 #pragma once
 
+#include "sm90/gated_delta/walk_arrays.cuh"
 #include "sm90/gated_delta/walk_factors.cuh"
 #include "sm90/gated_delta/walk_loads.cuh"
 #include "sm90/gated_delta/walk_stores.cuh"
@@ -73,17 +74,30 @@ __device__ __forceinline__ void multiply_output_grads(Products& x, const TokenOp
 
 __device__ __forceinline__ u64 state_grad_at(const GatedDeltaBackwardParams& p, u64 states,
                                              const Item& item) {
-  return states ? state_at(p, states, item.n, (long long)p.HV * (K * V), item.hv, K * V) : 0;
+  const int elements = state_elements(p);
+  return states ? state_at(p, states, item.n, (long long)p.HV * elements, item.hv, elements) : 0;
+}
+
+// Gradients of the caller's states, as they are carried.
+__device__ __forceinline__ void read_state_grad(State& state, const GatedDeltaBackwardParams& p,
+                                                const Item& item, int row, const Lane& l) {
+  read_own_state(state, p, row, l.t, state_grad_at(p, p.d_ht, item));
+  if constexpr (HALF_F16) scale_state(state, GRADIENT_SCALE);
+}
+__device__ __forceinline__ void write_state_grad(State& state, const GatedDeltaBackwardParams& p, u64 to,
+                                                 int row, const Lane& l) {
+  if constexpr (HALF_F16) scale_state(state, 1.0f / GRADIENT_SCALE);
+  write_own_state(state, p, row, l.t, to);
 }
 
 // Where a walk begins and ends, of a whole sequence; walk_backward_segment.cuh has the same of a segment.
 __device__ __forceinline__ void begin_grad(State& state, const GatedDeltaBackwardParams& p, const Item& item,
                                            int row, const Lane& l) {
-  read_state(state, row, l.t, state_grad_at(p, p.d_ht, item), p.flags);
+  read_state_grad(state, p, item, row, l);
 }
 __device__ __forceinline__ void end_grad(State& state, const GatedDeltaBackwardParams& p, const Item& item,
                                          int row, const Lane& l) {
-  if (const u64 initial = state_grad_at(p, p.d_h0, item)) write_state(state, row, l.t, initial, p.flags);
+  if (const u64 initial = state_grad_at(p, p.d_h0, item)) write_state_grad(state, p, initial, row, l);
 }
 
 // STORES: dv, and the gradient at each chunk's end. Else the gradient at the walk's end is all that is wanted.
@@ -96,11 +110,8 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
   if (item.s.chunks) {
     Operand r;
     pack_state(r, state);
-    const long long token_bytes = 2ll * p.HV * V;
-    OutputPlace to = output_place<PackedRows>(
-        reinterpret_cast<unsigned char*>(p.dv) +
-            (item.s.batch * p.T + item.s.first + last_chunk * C) * token_bytes + 2 * (item.hv * V + l.row),
-        (int)token_bytes, l);
+    ValuePlace to =
+        value_place(p, p.dv, item.s.batch * p.T + item.s.first + last_chunk * C, item.hv, l);
     const u32 staging = shared + OFFSET(ReverseMemory, staging) + warp * (u32)sizeof(WarpStaging);
     u64 image = state_image_at(p.state_grads, (long long)(item.s.slot + last_chunk) * p.HV + item.hv);
     int tokens = item.s.length - last_chunk * C;
@@ -127,7 +138,7 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
       multiply_channels(by_keys, r, k);
       warpgroup_commit();
       end_basic_block(ring);
-      scale_rounded(d_o, load_factors(factors + OFFSET(RecordFactors, output), l));
+      scale_rounded(d_o, scaled(load_factors(factors + OFFSET(RecordFactors, output), l), GRADIENT_SCALE));
       fence_registers(d_o.a);
       scale_state(state, load_shared1(factors + OFFSET(RecordFactors, last)));
       warpgroup_fence();
@@ -139,7 +150,7 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
       const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
       warpgroup_wait<1>();
       fence_registers(by_keys);
-      add_multiplied(du, by_keys, to_end);
+      add_multiplied(du, by_keys, scaled(to_end, 1.0f / GRADIENT_SCALE));
       TokenOperand x;
       pack_rows(x, du);
       fence_registers(x.a);
@@ -154,7 +165,7 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
       fence_registers(du);
       fence_registers(state.s);
       TokenOperand dv, predicted;
-      pack_scaled(predicted, du, of_state);
+      pack_scaled(predicted, du, scaled(of_state, GRADIENT_SCALE));
       pack_rows(dv, du);
       fence_registers(predicted.a);
       fence_registers(dv.a);
@@ -172,7 +183,7 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
       warpgroup_fence();
       multiply_output_grads(du, d_o, before.stage());
       end_basic_block(before);
-      if constexpr (STORES) store_tokens(dv, staging, to, tokens, l);
+      if constexpr (STORES) store_tokens(dv, staging, to.place, to.tokens(tokens), l);
       warpgroup_wait<1>();
       fence_registers(state.s);
       pack_state(r, state);
@@ -182,7 +193,7 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
       fence_registers(du);
       warp_arrive(ring.empty(), l.lane);
       ring = before;
-      to.at -= 4ll * to.step;
+      to.place.at -= 4ll * to.place.step;
       image -= (u64)p.HV * STATE_BYTES;
       tokens = C;
     }

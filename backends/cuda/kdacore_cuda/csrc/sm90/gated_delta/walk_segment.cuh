@@ -12,7 +12,7 @@ __device__ __forceinline__ void begin_state(State& state, const GatedDeltaSegmen
   if (item.index)
     read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
   else
-    read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+    read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
   make_opaque(state);
 }
 __device__ __forceinline__ CheckpointsBefore checkpoints_before(const SegmentItem& item, int every) {
@@ -23,11 +23,11 @@ __device__ __forceinline__ CheckpointsBefore checkpoints_before(const SegmentIte
 __device__ __forceinline__ void end_state(State& state, const GatedDeltaSegmentParams& p,
                                           const SegmentItem& item, u64 checkpoint, int row, const Lane& l) {
   if (item.last) {
-    if (const u64 final = final_state_at(p, item.n, item.hv, K * V))
-      write_state(state, row, l.t, final, p.flags);
+    if (const u64 final = final_state_at(p, item.n, item.hv, state_elements(p)))
+      write_own_state(state, p, row, l.t, final);
     return;
   }
-  if (checkpoint) write_state(state, row, l.t, checkpoint, p.flags);
+  if (checkpoint) write_own_state(state, p, row, l.t, checkpoint);
   if (OF_SLICE || item.index) return;
   write_pairs(state.s, row, 2 * l.t, full_state_at(p.addends, item.place));
   write_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place + p.HV));

@@ -4,6 +4,7 @@
 //   S k^T,  y t^T (added to y),  (to_end u) k (added to last S)
 #pragma once
 
+#include "sm90/gated_delta/walk_arrays.cuh"
 #include "sm90/gated_delta/walk_factors.cuh"
 #include "sm90/gated_delta/walk_loads.cuh"
 #include "sm90/gated_delta/walk_stores.cuh"
@@ -24,7 +25,7 @@ struct StatesMemory {
 using StatesRing =
     Ring<STATES_STAGES, 0, sizeof(StatesStage), OFFSET(StatesStage, barriers), 8 * STATES_STAGES>;
 
-__device__ __forceinline__ void load_states(const GatedDeltaBackwardParams& p, const Item& x, u32 shared,
+__device__ __forceinline__ void load_states(const GatedDeltaParams& p, const Item& x, u32 shared,
                                             int thread) {
   auto k = key_source(p, x, divide(x.hv, p.group_factor, p.group_shift), thread);
   auto v = value_source(p, x, thread);
@@ -49,20 +50,34 @@ __device__ __forceinline__ void load_states(const GatedDeltaBackwardParams& p, c
 // Where a walk begins and ends, of a whole sequence; walk_backward_segment.cuh has the same of a segment.
 __device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwardParams& p, const Item& item,
                                             int row, const Lane& l) {
-  read_state(state, row, l.t, initial_state_at(p, item.n, item.hv, K * V), p.flags);
+  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
 }
 __device__ __forceinline__ void end_alone(State&, const GatedDeltaBackwardParams&, const Item&, int,
                                           const Lane&) {}
 
-template <class Params, class Walked>
+// Factors of a chunk's tokens for the state at its end, and the chunk's decay. Others: walk_to_checkpoints.cu.
+__device__ __forceinline__ float decay_to_end(const GatedDeltaParams&, const Item&, u32 factors) {
+  return load_shared1(factors + OFFSET(RecordFactors, last));
+}
+__device__ __forceinline__ ColumnFactors factors_to_end(const GatedDeltaParams&, const Item&, u32 factors,
+                                                        const Lane& l) {
+  return load_factors(factors + OFFSET(RecordFactors, to_end), l);
+}
+
+// STORES: u and the state at each chunk's start. Else the state at the walk's end is all that is wanted.
+template <bool STORES = true, class Params, class Walked>
 __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked& item, u32 shared, int warp,
                                                   const Lane& l) {
   State state;
   begin_alone(state, p, item, l.row + l.g, l);
   const u32 staging = shared + OFFSET(StatesMemory, staging) + warp * (u32)sizeof(WarpStaging);
-  const long long unit = (long long)item.s.slot * p.HV + item.hv;
-  OutputPlace to = u_place(u_at(p, unit), l);
-  u64 image = state_image_at(p.states, unit);
+  OutputPlace to;
+  u64 image;
+  if constexpr (STORES) {
+    const long long unit = (long long)item.s.slot * p.HV + item.hv;
+    to = u_place(u_at(p, unit), l);
+    image = state_image_at(p.states, unit);
+  }
   Operand s;
   pack_state(s, state);
   StatesRing ring = {shared};
@@ -82,8 +97,8 @@ __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked&
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(StatesStage, values), l.row % BLOCK_VALUES));
     const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
-    store_state_rows(s, staging, image, l);
-    scale_state(state, load_shared1(factors + OFFSET(RecordFactors, last)));
+    if constexpr (STORES) store_state_rows(s, staging, image, l);
+    scale_state(state, decay_to_end(p, item, factors));
     warpgroup_wait<0>();
     fence_registers(u);
     subtract_from(u, v, of_state);
@@ -95,7 +110,7 @@ __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked&
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
     warpgroup_commit();
     end_basic_block(ring);
-    const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
+    const ColumnFactors to_end = factors_to_end(p, item, factors, l);
     warpgroup_wait<0>();
     fence_registers(u);
     TokenOperand ends;
@@ -108,14 +123,16 @@ __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked&
     for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, ends.a[kk], over_tokens(over_k, kk), 1);
     warpgroup_commit();
     end_basic_block(ring);
-    store_tokens(y, staging, to, C, l);
+    if constexpr (STORES) store_tokens(y, staging, to, C, l);
     warpgroup_wait<0>();
     fence_registers(state.s);
     pack_state(s, state);
     warp_arrive(ring.empty(), l.lane);
     ring.next();
-    to.at += (long long)p.HV * TILE_BYTES;
-    image += (u64)p.HV * STATE_BYTES;
+    if constexpr (STORES) {
+      to.at += (long long)p.HV * TILE_BYTES;
+      image += (u64)p.HV * STATE_BYTES;
+    }
   }
   end_alone(state, p, item, l.row + l.g, l);
 }

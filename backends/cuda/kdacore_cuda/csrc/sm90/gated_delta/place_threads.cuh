@@ -1,0 +1,30 @@
+// Threads of a block that make records for walks that do not wait for the launch: each record has flags, which are raised
+// once it has arrived in device memory. The warp that stored it waits for that while the next unit's tiles come, or the
+// next record is begun.
+#pragma once
+
+#include "generated/gated_delta_beside_params.cuh"
+#include "sm90/chunk_forward/dataflow/flags.cuh"
+#include "sm90/gated_delta/unit_records.cuh"
+
+// The threads of one of a block's PLACES, each of which makes a unit at a time. Named barriers: one for each place, then
+// one for each half of its threads.
+template <int PLACES, class Unit>
+struct PlaceThreads {
+  const GatedDeltaBesideParams& p;
+  int thread, place;
+  Unit unit;
+  long long stored = -1;  // the number of this half's last record, whose flags have not been raised
+  __device__ __forceinline__ void sync() const { sync_threads(1 + place, UNIT_THREADS); }
+  __device__ __forceinline__ void sync_team(int i) const {
+    sync_threads(1 + PLACES + TEAMS * place + i, 32 * TEAM_WARPS);
+  }
+  __device__ __forceinline__ void leaves(long long record) { stored = record; }
+  __device__ __forceinline__ void end_record_before() {
+    if (uniform(thread >> 5) % TEAM_WARPS == 0 && stored >= 0) {
+      if ((thread & 31) == 0) copy_out_wait();
+      raise_flags(p.ready + (u64)stored * UNIT_FLAGS_BYTES, p.launch);
+    }
+    stored = -1;
+  }
+};

@@ -1,0 +1,330 @@
+"""``chunk_gated_delta_rule`` with K or V below 128, emulated on the CPU: kernels read and write the caller's arrays as
+they lie. Against the oracle, the bits of calls that are filled up with zeros, and what lies around arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from chunk_backward_calls import same_gradients
+from cuda_calls import MODEL, Draw, check_outputs, oracle, request_of
+from gated_delta_backward_calls import WHOLE, carry, hold, leave_uncut, output_grads, training
+from gated_delta_backward_calls import check as check_gradients
+from gated_delta_backward_calls import run as run_backward
+from gated_delta_calls import (
+    NAN,
+    OP,
+    TOKENS,
+    WAYS,
+    all_same_bits,
+    check,
+    check_servers,
+    choose_records,
+    draw,
+    names_of,
+    pack,
+    run,
+    state,
+)
+from jax_emulation import Device
+from pool_checks import pool_of, same_bits
+from test_jax_gated_delta import check_launches
+
+from kdacore.types import ChunkInputs, Outputs
+from kdacore_cuda import fitted_head_dims, unsupported_calls
+from kdacore_cuda.build.compiler import compile_kernel
+from kdacore_cuda.forms.gated_delta import backward_segments, kernels, segments
+from kdacore_cuda.forms.gated_delta import forward as gated_delta
+from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
+from kdacore_reference.oracle import oracle_backward
+
+pytestmark = pytest.mark.usefixtures("poison")
+DIMS = [(64, 64), (128, 64), (16, 112), (48, 128), (96, 80)]
+SQUARE, MORE = DIMS[0], pytest.mark.exhaustive
+WALK = ["chunk_records", "walk_records"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_filled_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise AssertionError("arrays are copied")
+
+    monkeypatch.setattr(fitted_head_dims, "_Fit", fail)
+
+
+@pytest.fixture(params=[*DIMS[:2], *(pytest.param(x, marks=MORE) for x in DIMS[2:])], ids=str)
+def dims(request: pytest.FixtureRequest) -> tuple[int, int]:
+    found: tuple[int, int] = request.param
+    return found
+
+
+@pytest.fixture(params=[1, 2], ids=["half a state a block", "a whole state a block"])
+def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    carry(monkeypatch, request.param)
+    return int(request.param)
+
+
+def surrounded(x: torch.Tensor) -> torch.Tensor:
+    """The same rows, with NaN in front of and behind each."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 32), NAN, dtype=x.dtype)
+    wide[..., 16:-16] = x
+    return wide[..., 16:-16]
+
+
+def among_nans(inputs: ChunkInputs) -> ChunkInputs:
+    return inputs._replace(**{n: surrounded(getattr(inputs, n)) for n in ("q", "k", "v")})
+
+
+# --- the forward ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 129])
+def test_lengths(emulated: list[str], warpgroups: int, T: int) -> None:
+    check(draw(T, B=1 + T % 2, seed=T, dims=DIMS[T % len(DIMS)]), **MODEL)
+    assert names_of(emulated) == WALK
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_groups_of_value_heads_among_nans(
+    emulated: list[str], warpgroups: int, dims: tuple[int, int], group: int
+) -> None:
+    inputs = draw(130, 2, 2 * group, dims=dims)
+    got = check(among_nans(inputs), **MODEL)
+    assert same_bits(got.o, run(inputs, **MODEL).o)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states(
+    emulated: list[str], warpgroups: int, dims: tuple[int, int], v_first: bool, dtype: torch.dtype
+) -> None:
+    matrix = dims[::-1] if v_first else dims
+    inputs = draw(140, B=2, dims=dims, initial_state=state(2, 2, dtype=dtype, matrix=matrix))
+    got = check(inputs, checkpoint_every=64, state_v_first=v_first, **MODEL)
+    assert got.final_state is not None and got.final_state.dtype == dtype
+
+
+def padded(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Zeros behind the last axes."""
+    whole = torch.zeros(*x.shape[: -len(sizes)], *sizes, dtype=x.dtype)
+    whole[(..., *(slice(size) for size in x.shape[-len(sizes) :]))] = x
+    return whole
+
+
+def test_bits_of_a_call_filled_up_with_zeros(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
+) -> None:
+    """Of results, checkpoints and all gradients."""
+    leave_uncut(monkeypatch)
+    K, V = dims
+    inputs = draw(150, 2, 4, dims=dims, initial_state=state(1, 4, matrix=dims))
+    wide = inputs._replace(
+        **{n: padded(getattr(inputs, n), 128) for n in ("q", "k", "v")},
+        initial_state=padded(inputs.initial_state, 128, 128),
+    )
+    options = MODEL | {"scale": K**-0.5, "checkpoint_every": 64, "output_final_state": True}
+    got, want = run(inputs, **options), run(wide, **options)
+    assert same_bits(got.o, want.o[..., :V])
+    for x, y in zip(got[1:3], want[1:3], strict=True):
+        assert same_bits(x, y[..., :K, :V]) and not y[..., K:, :].any() and not y[..., V:].any()
+    options.pop("checkpoint_every")
+    r, wide_r = training(inputs, **options), training(wide, **options)
+    grads = output_grads(r, inputs)
+    of_wide = grads._replace(o=padded(grads.o, 128), final_state=padded(grads.final_state, 128, 128))
+    narrow, filled = run_backward(r, inputs, grads), run_backward(wide_r, wide, of_wide)
+    sizes = {"q": (K,), "k": (K,), "v": (V,), "initial_state": dims}
+    for name, x, y in zip(narrow._fields, narrow, filled, strict=True):
+        part = (..., *(slice(size) for size in sizes.get(name, ())))
+        assert (x is None) == (y is None) and (x is None or same_bits(x, y[part])), name
+
+
+def test_later_tokens_change_no_bit(emulated: list[str]) -> None:
+    inputs, noise = draw(270, dims=(64, 96)), draw(270, seed=7, dims=(64, 96))
+    whole = run(inputs, checkpoint_every=64, **MODEL)
+    for cut in (40, 128, 200):
+        short = inputs._replace(**{n: getattr(inputs, n)[:, :cut].contiguous() for n in TOKENS})
+        assert same_bits(run(short, **MODEL).o, whole.o[:, :cut])
+        mixed = {n: torch.cat([getattr(inputs, n)[:, :cut], getattr(noise, n)[:, cut:]], 1) for n in TOKENS}
+        assert same_bits(run(inputs._replace(**mixed), **MODEL).o[:, :cut], whole.o[:, :cut])
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_everything_at_once(emulated: list[str], warpgroups: int, v_first: bool) -> None:
+    """Two pools of strided rows, sequences without slots, new ones, and rows behind the pack."""
+    K, V = matrix = (64, 96)
+    if v_first:
+        matrix = V, K
+    states, other = (pool_of(P, matrix[0], V=matrix[1], seed=P) for P in (8, 9))
+    states[0] = states[6] = other[0] = NAN
+    inputs = pack(
+        (70, 0, 17, 65, 1, 33, 0),
+        21,
+        gate="random",
+        dims=(K, V),
+        initial_state=states,
+        state_indices=torch.tensor([4, 0, 0, 2, 6, 7, -1]),
+        has_initial_state=torch.tensor([True, True, True, True, False, False, False]),
+        write_indices=torch.tensor([8, 1, 2, 3, 4, 0, 5], dtype=torch.int32),
+        write_pool=other,
+    )
+    options = {"inplace_state": True, "null_index": 0, "output_final_state": True, "state_v_first": v_first}
+    want = check_servers(inputs, **options)
+    assert want.written.nonzero()[0].tolist() == [3, 4, 8]
+    assert unsupported_calls.chunk_head_dims(request_of(OP, inputs, **MODEL, **options)) is None
+
+
+def test_batches_with_padding_and_a_given_output(emulated: list[str]) -> None:
+    inputs = draw(50, B=3, gate="random", dims=SQUARE, initial_state=pool_of(4, 64))
+    out = torch.full(inputs.v.shape, 7.0, dtype=torch.bfloat16)
+    given = inputs._replace(state_indices=torch.tensor([2, -1, 0]), out=out)
+    check_servers(given, inplace_state=True)
+
+
+# --- side by side, and in segments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_records_beside_walks(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], packed: bool
+) -> None:
+    """And within the blocks that walk: the bits of the launches one after the other."""
+    inputs = pack((130, 0, 40, 3), 70, H=2, HV=4, dims=dims) if packed else draw(200, 2, 4, dims=dims)
+    found: list[Outputs] = []
+    for way, kernels_of in WAYS.items():
+        emulated.clear()
+        choose_records(monkeypatch, way)
+        found.append(check(inputs, **MODEL))
+        assert names_of(emulated) == kernels_of
+    assert all_same_bits(found[0], found[1]) and all_same_bits(found[0], found[2])
+
+
+SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
+"""Chunks: two, one, one, then three each."""
+FORWARD_CUT = ["chunk_records", "walk_first_segments", "chain", "walk_later_segments"]
+BACKWARD_CUT = ["chunk_records", "walk_outer_segments", "segment_chain", "walk_inner_segments", *WHOLE[2:]]
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (segments, backward_segments):
+        monkeypatch.setattr(module, "choose_lengths", lambda *given: SHORT)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_segments(emulated: list[str], short_segments: None, dims: tuple[int, int], v_first: bool) -> None:
+    matrix = dims[::-1] if v_first else dims
+    inputs = draw(450, dims=dims, initial_state=state(1, 2, matrix=matrix))
+    check(among_nans(inputs), checkpoint_every=128, state_v_first=v_first, **MODEL)
+    assert names_of(emulated) == FORWARD_CUT
+    emulated.clear()
+    check_gradients(among_nans(inputs), state_v_first=v_first, **MODEL)
+    assert names_of(emulated) == BACKWARD_CUT
+
+
+def test_segments_of_packs(emulated: list[str], short_segments: None) -> None:
+    inputs = pack((0, 1, 128, 129, 0, 450, 257, 0), 30, dims=SQUARE, initial_state=state(8, 2, matrix=SQUARE))
+    check(inputs, checkpoint_every=64, **MODEL)
+    got = check_gradients(inputs, **MODEL)
+    assert names_of(emulated) == FORWARD_CUT + BACKWARD_CUT
+    assert not got.v[:, -30:].any()
+
+
+# --- the backward --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 130])
+def test_lengths_of_gradients(emulated: list[str], warpgroups: int, T: int) -> None:
+    check_gradients(draw(T, B=1 + T % 2, seed=T + 1, dims=DIMS[T % len(DIMS)]), **MODEL)
+    assert names_of(emulated) == WHOLE
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_states(
+    emulated: list[str], warpgroups: int, dims: tuple[int, int], v_first: bool, dtype: torch.dtype
+) -> None:
+    matrix = dims[::-1] if v_first else dims
+    inputs = draw(100, 2, 6, B=2, dims=dims, initial_state=state(2, 6, dtype=dtype, matrix=matrix))
+    check_gradients(among_nans(inputs), state_v_first=v_first, **MODEL)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (16, 112)], ids=str)
+def test_gradients_of_a_padded_pack(emulated: list[str], warpgroups: int, dims: tuple[int, int]) -> None:
+    lengths = (0, 1, 31, 64, 65, 0, 40)
+    inputs = pack(lengths, 40, dims=dims, initial_state=state(7, 2, matrix=dims))
+    got = check_gradients(inputs, **MODEL)
+    for name in TOKENS:
+        assert not getattr(got, name)[:, sum(lengths) :].any(), name
+
+
+def test_later_tokens_without_a_gradient_change_no_bit(emulated: list[str]) -> None:
+    inputs, other = draw(200, dims=SQUARE), draw(200, seed=9, dims=SQUARE)
+    d_o = Draw(3).normal(*inputs.v.shape)
+    d_o[:, 100:] = 0
+    r = training(inputs, **MODEL)
+    later = {n: torch.cat([getattr(inputs, n)[:, :100], getattr(other, n)[:, 100:]], 1) for n in TOKENS}
+    grads = output_grads(r, inputs)._replace(o=d_o)
+    first, second = run_backward(r, inputs, grads), run_backward(r, inputs._replace(**later), grads)
+    for name in TOKENS:
+        a, b = getattr(first, name), getattr(second, name)
+        assert same_bits(a[:, :100], b[:, :100]) and not a[:, 100:].any(), name
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 80)], ids=str)
+def test_what_the_forward_saves(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, warpgroups: int, dims: tuple[int, int]
+) -> None:
+    """Gradients from it have the bits of those that are computed without."""
+    leave_uncut(monkeypatch)
+    inputs = draw(130, 1, 3, B=2, dims=dims, initial_state=state(2, 3, matrix=dims))
+    r = training(inputs, output_final_state=True, disable_recompute=True, **MODEL)
+    out, grads = gated_delta.forward(r, inputs), output_grads(r, inputs)
+    check_outputs(out, oracle(r, inputs), 2.0)
+    got = run_backward(r, inputs, grads, out.saved)
+    assert names_of(emulated) == ["chunk_records", "walk_records_keeping", *WHOLE[1:]]
+    hold(got, oracle_backward(r, inputs, grads), inputs, 2.0)
+    same_gradients(got, run_backward(r, inputs, grads))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (48, 128)], ids=str)
+def test_from_jax(emulated: list[str], from_jax: Device, dims: tuple[int, int]) -> None:
+    inputs = draw(100, 1, 2, dims=dims, initial_state=state(1, 2, matrix=dims[::-1]))
+    check_launches(emulated, from_jax, inputs, MODEL | {"output_final_state": True, "state_v_first": True})
+
+
+# --- which kernels -------------------------------------------------------------------------------------------------
+
+
+def test_which_dims_have_kernels() -> None:
+    def fitted(K: int, V: int) -> bool:
+        return fitted_head_dims.is_fitted(request_of(OP, draw(20, dims=(K, V)), **MODEL))
+
+    assert not any(fitted(K, V) for K, V in [(128, 128), (64, 64), (16, 16), (48, 112)])
+    assert all(fitted(K, V) for K, V in [(100, 96), (96, 104), (8, 64), (64, 8), (128, 256), (256, 64)])
+
+
+NARROW = kernels.variant_of(request_of(OP, draw(20, dims=SQUARE), **MODEL))
+_USUAL = ("walk", "backward", "grads")
+KERNELS = {
+    "walk": lambda: kernels.walk_kernel(1, of=NARROW),
+    "whole state": lambda: kernels.walk_kernel(2, of=NARROW),
+    "keeping": lambda: kernels.walk_kernel(1, True, NARROW),
+    "beside": lambda: kernels.walk_beside_kernel(NARROW),
+    "within": lambda: kernels.making_kernel(NARROW),
+    "backward": lambda: kernels.backward_walk_kernel(1, True, NARROW),
+    "grads": lambda: kernels.grads_kernel(NARROW),
+    "first": lambda: kernels.first_segments_kernel(NARROW),
+    "later": lambda: kernels.later_segments_kernel(NARROW),
+    "outer": lambda: kernels.outer_segments_kernel(NARROW),
+    "inner": lambda: kernels.inner_segments_kernel(NARROW),
+}
+
+
+@pytest.mark.parametrize("name", [x if x in _USUAL else pytest.param(x, marks=MORE) for x in KERNELS])
+def test_products_overlap(name: str) -> None:
+    """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
+    log = compile_kernel(KERNELS[name]().source, "sm_90a").log
+    assert "serialized" not in log
+    assert "setmaxnreg ignored" not in log
+    assert "wait is injected" not in log

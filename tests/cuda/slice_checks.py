@@ -58,7 +58,7 @@ def check_gradients(
     inputs: ChunkInputs, ranks: int, *, final: bool = True, kept: bool = False, **options: Any
 ) -> InputGrads:
     request = request_of(op_of(inputs), inputs, output_final_state=final, **options)
-    d = Draw(17)
+    d = Draw(17, inputs.v.dtype)
     do = d.normal(*inputs.v.shape)
     if inputs.cu_seqlens is not None:
         do[:, int(inputs.cu_seqlens[-1]) :] = 0  # padding

@@ -106,6 +106,21 @@ def test_packs_of_grouped_heads(emulated: list[str]) -> None:
     check_forward(pack([200, 150, 30], 384, 2, 4), 2, safe_gate=True, lower_bound=-5.0, scale=0.2, **MODEL)
 
 
+@pytest.mark.parametrize("lengths", [None, CROSSING], ids=["dense", "pack"])
+def test_float16(emulated: list[str], lengths: list[int] | None) -> None:
+    """Kernels that read q, k or v, or what was made of them, are those of float16."""
+    half = torch.float16
+    if lengths is None:
+        inputs = draw(280, 1, 2, B=2, of=half, initial_state=state(2, 2))
+    else:
+        inputs = pack(lengths, 768, of=half, seed=3)
+    ranks = 2 if lengths is None else 3
+    check_forward(inputs, ranks, **MODEL)
+    check_gradients(inputs, ranks, kept=lengths is None, **MODEL)
+    others = ("transition", "slice_starts", "slice_gradient", "slice_chain", "gate_sums")
+    assert all("HALF_F161" in name for name in emulated if name.split("-")[0] not in others)
+
+
 def test_rows_behind_a_pack_are_zero(emulated: list[str]) -> None:
     o, _ = Row(pack([40], 384), 2, **MODEL).outputs()
     assert not o[:, 40:].any()
@@ -317,6 +332,7 @@ def test_which_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(device_figures, "build_arch", lambda given, arch=arch: arch)
         assert (functions.slice_functions(request) is not None) == there
     monkeypatch.setattr(device_figures, "build_arch", lambda arch: "sm_90a")
-    half = draw(64)
-    half = half._replace(**{n: getattr(half, n).half() for n in "qkv"})
-    assert functions.slice_functions(request_of(OP, half, **MODEL)) is None
+    assert functions.slice_functions(request_of(OP, draw(64, of=torch.float16), **MODEL)) is not None
+    q = torch.zeros(1, 64, 1, 128, dtype=torch.float16)
+    kda = ChunkInputs(q, q, q, q, q[..., 0])
+    assert functions.slice_functions(request_of("chunk_kda", kda)) is None

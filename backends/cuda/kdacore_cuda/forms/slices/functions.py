@@ -32,11 +32,12 @@ KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:
-    """The functions that serve a slice by kernels for slices: on Hopper, of bfloat16 with K = V = 128, for any number
-    of heads. None elsewhere: such a slice is composed of whole calls."""
-    if request.V != request.K or request.dtype != "bfloat16":
+    """The functions that serve a slice by kernels for slices: on Hopper, with K = V = 128, for any number of heads;
+    ``chunk_kda`` of bfloat16, the gated delta rule of float16, too. None elsewhere: such a slice is composed of whole
+    calls."""
+    if request.V != request.K or not has_hopper_kernel(request.K, arch_of(request)):
         return None
-    if not has_hopper_kernel(request.K, arch_of(request)):
+    if request.dtype != "bfloat16" and request.op == "chunk_kda":
         return None
     functions = _OF_JAX if request.kind == "jax" else _OF_TORCH
     if request.op != "chunk_kda":

@@ -16,6 +16,11 @@ from kdacore_cuda.forms.slices import forward as chunk_forward_slices
 TOKENS = ("q", "k", "v", "g", "beta")
 
 
+def op_of(inputs: ChunkInputs) -> str:
+    """The op that a call's gate belongs to."""
+    return "chunk_gated_delta_rule" if inputs.g.ndim == 3 else "chunk_kda"
+
+
 class Rank(NamedTuple):
     """One rank's part of a call."""
 
@@ -64,7 +69,7 @@ class Row:
                 initial_state=self.initial,
                 cu_seqlens=None if cu is None else (cu - r * T).clamp(0, T),
             )
-            request = request_of("chunk_kda", local, **local_options)
+            request = request_of(op_of(inputs), local, **local_options)
             if request.device.type == "cpu":
                 request = dataclasses.replace(
                     request, device=dataclasses.replace(request.device, arch="sm_90")

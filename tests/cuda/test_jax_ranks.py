@@ -20,14 +20,19 @@ GRADIENT_BOUND = 8e-3
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("offsets", [pytest.param(None, marks=pytest.mark.exhaustive), (0, 30, 30, 70, 80)])
+@pytest.mark.parametrize("offsets", [None, (0, 30, 30, 70, 80)])
+@pytest.mark.parametrize(
+    ("op", "first"), [("chunk_kda", "prepare"), ("chunk_gated_delta_rule", "chunk_records")]
+)
 def test_slices_are_those_of_the_row(
-    emulated: list[str], from_jax: Device, offsets: tuple[int, ...] | None
+    emulated: list[str], from_jax: Device, op: str, first: str, offsets: tuple[int, ...] | None
 ) -> None:
     """Results, states and gradients, against plain JAX on the whole row. The pack has an empty sequence."""
     d = Draw(0)
     x = {n: d.normal(1, RANKS * T, H, K) for n in "qkv"}
     x |= {"beta": d.normal(1, RANKS * T, H), **d.gate("random", 1, RANKS * T, H, K)}
+    if op == "chunk_gated_delta_rule":
+        x |= {n: x[n][..., 0] for n in ("g", "dt_bias")}
     x = {n: to_jax(a) for n, a in x.items()}
     given = {} if offsets is None else {"cu_seqlens": jnp.array(offsets, jnp.int32)}
     x["initial_state"] = jnp.asarray(
@@ -35,7 +40,7 @@ def test_slices_are_those_of_the_row(
     )
 
     def call(x: dict[str, Any], **how: Any) -> Any:
-        return kdacore.chunk_kda(**x, **given, **MODEL, output_final_state=True, **how)
+        return getattr(kdacore, op)(**x, **given, **MODEL, output_final_state=True, **how)
 
     def loss(results: Any) -> Any:
         o, states = results
@@ -59,7 +64,7 @@ def test_slices_are_those_of_the_row(
     names = [x.kernel.name.split("-")[0] for x in from_jax.launched]
     for name in ("transition", "slice_gradient"):  # nothing is composed of whole calls
         assert names.count(name) == RANKS
-    assert names.count("prepare") == 2 * RANKS and "chunk_forward" not in names
+    assert names.count(first) == 2 * RANKS and not {"chunk_forward", "walk_records"} & {*names}
     for got, want, bound in ((joined(o), wanted[0], O_BOUND), (states[0], wanted[1], STATE_BOUND)):
         assert error(np.asarray(got, np.float32), np.asarray(want, np.float32)) < 2 * bound
     for name, want in vjp(d)[0].items():

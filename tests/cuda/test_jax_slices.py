@@ -12,11 +12,14 @@ import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw
 from emulated_backend import HOPPER
+from gated_delta_calls import draw as draw_gated_delta
 from jax_emulation import Device, to_jax
 from program_launches import launches_of
+from slice_checks import CROSSING, state, use_segments
 from slice_ranks import Rank, Row
+from test_gated_delta_slices import pack as pack_gated_delta
 from test_jax import check
-from test_slices import CROSSING, draw, pack, state
+from test_slices import draw, pack
 
 from kdacore.types import ChunkInputs, OutputGrads, SliceFunctions
 from kdacore_cuda.forms.slices import functions as slices
@@ -34,13 +37,21 @@ CASES: dict[str, tuple[ChunkInputs, int, dict[str, Any]]] = {
     "float16 gate": (
         draw(200)._replace(g=-torch.rand(1, 200, 1, 128).half(), A_log=None, dt_bias=None), 2, {}
     ),
+    "gated delta": (draw_gated_delta(280, 1, 2, B=2), 2, MODEL | {"output_final_state": True}),
+    "gated delta, checkpoints": (
+        draw_gated_delta(256, HV=1), 2, MODEL | {"output_final_state": True, "checkpoint_every": 64}
+    ),
+    "gated delta, pack": (pack_gated_delta(CROSSING, 768), 3, MODEL | {"output_final_state": True}),
+    "gated delta, float16 gate": (
+        draw_gated_delta(200, HV=1)._replace(g=-torch.rand(1, 200, 1).half(), A_log=None, dt_bias=None), 2, {}
+    ),
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
-    monkeypatch.setattr(launches, "slice_segment_chunks", lambda *args: 2)
+    use_segments(monkeypatch, 2)
 
 
 def middle_rank(inputs: ChunkInputs, ranks: int, options: dict[str, Any]) -> Rank:
@@ -128,8 +139,10 @@ def test_launches_are_those_of_torch(
                 assert value == pytest.approx(want[field]), where
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("name", ["grouped", pytest.param("pack", marks=pytest.mark.exhaustive)])
+OFTEN = ("grouped", "gated delta")
+
+
+@pytest.mark.parametrize("name", OFTEN)
 def test_bits_are_those_of_torch(emulated: list[str], from_jax: Device, name: str) -> None:
     got, want = from_both(middle_rank(*CASES[name]))
     assert [x.kernel.name for x in from_jax.launched] == emulated
@@ -137,7 +150,7 @@ def test_bits_are_those_of_torch(emulated: list[str], from_jax: Device, name: st
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("grouped", "pack")])
+@pytest.mark.parametrize("name", [n for n in CASES if n not in OFTEN])
 def test_bits_of_other_calls(emulated: list[str], from_jax: Device, name: str) -> None:
     check(*from_both(middle_rank(*CASES[name])))
 
@@ -167,9 +180,10 @@ def test_packs_of_many_sequences(
     check(got, run(wanted, rank.request, rank.inputs, starts))
 
 
-def test_buffers_are_written_in_place() -> None:
+@pytest.mark.parametrize(("name", "in_place"), [("grouped", [0, 1, 0, 2, 1]), ("gated delta", [0, 1, 0, 1])])
+def test_buffers_are_written_in_place(name: str, in_place: list[int]) -> None:
     """Of what goes from the first half of a call to the second nothing is copied, and nothing else is kept."""
-    rank = middle_rank(*CASES["grouped"])
+    rank = middle_rank(*CASES[name])
     request, functions = in_jax(rank)
     given = [*rank.inputs, *flows(rank)]
     forms = [None if x is None else jax.ShapeDtypeStruct(to_jax(x).shape, to_jax(x).dtype) for x in given]
@@ -182,7 +196,7 @@ def test_buffers_are_written_in_place() -> None:
     traced = jax.jit(run).trace(ChunkInputs(*forms[:count]), forms[count:])
     text = str(traced.lower(lowering_platforms=("cuda",)).as_text())
     calls = [line for line in text.splitlines() if f"custom_call @{xla_handler.TARGET}" in line]
-    assert [line.count("output_operand_alias<") for line in calls] == [0, 1, 0, 2, 1]
+    assert [line.count("output_operand_alias<") for line in calls] == in_place
 
 
 def test_a_mapped_slice_is_a_loop(either_handler: Device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, request_of
+from gated_delta_calls import draw as draw_gated_delta
 
 from kdacore.types import InputGrads, Request
 from kdacore_cuda import choice
@@ -16,7 +17,7 @@ from kdacore_cuda.forms import chunk_launches
 from kdacore_cuda.forms.backward import launches as backward_launches
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.launches import Launches
-from kdacore_cuda.forms.slices import launches as slice_launches
+from kdacore_cuda.forms.slices import by_op
 from kdacore_cuda.runtime import device_figures
 from kdacore_cuda.runtime.launch_order import AHEAD, OTHER_WORK, check_order
 from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
@@ -29,6 +30,8 @@ from kdacore_cuda.runtime.program import Clear, InPlace, Launch, Program
         ("prepare_marked", "maps", "chain", "output"),
         ("prepare", "maps", "output"),
         ("slice_starts", "output"),
+        ("slice_starts", "walk_later_segments"),
+        ("slice_chain", "walk_inner_segments"),
         ("prepare", "maps", "transition"),
         ("prepare_units", "walk"),
         ("chunk_records_beside", "walk_records_beside"),
@@ -64,11 +67,14 @@ def test_orders_that_are_wrong(entries: tuple[str, ...], said: str) -> None:
         check_order(entries)
 
 
-def test_output_waits_first_where_sequences_have_one_segment() -> None:
-    check_order(("prepare", "output"), one_segment=True)
-    check_order(("output",), one_segment=True)
+@pytest.mark.parametrize("entry", ["output", "walk_later_segments"])
+def test_which_wait_first_where_sequences_have_one_segment(entry: str) -> None:
+    check_order(("prepare", entry), one_segment=True)
+    check_order((entry,), one_segment=True)
+    with pytest.raises(ValueError, match=f"{entry} reads"):
+        check_order((entry,))
     with pytest.raises(ValueError, match="maps reads"):
-        check_order(("maps", "output"), one_segment=True)
+        check_order(("maps", entry), one_segment=True)
 
 
 WANTED = InputGrads(*[True] * len(InputGrads._fields))
@@ -131,12 +137,24 @@ def test_whole_calls(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: in
 def test_slices(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     """Both parts of a slice are programs of their own, with whatever another library launches between."""
     request = request_of("chunk_kda", draw(T, 1, 1), output_final_state=True, **options)
-    made = slice_launches.forward_launches(request)
+    made = by_op.forward_launches(request)
     assert made.finish is not None
     check_launches(made.begin)
     check_launches(made.finish)
-    begin, scan, second, _ = slice_launches.backward_launches(request, WANTED)
+    begin, scan, second, _ = by_op.backward_launches(request, WANTED)
+    assert scan is not None
     for part in (begin, scan, second):
+        check_launches(part)
+
+
+@pytest.mark.parametrize("T", [1, 64, 640, 8192])
+def test_slices_of_the_gated_delta_rule(emulated: list[str], T: int) -> None:
+    request = request_of("chunk_gated_delta_rule", draw_gated_delta(T), output_final_state=True, **MODEL)
+    made = by_op.forward_launches(request)
+    assert made.finish is not None
+    begin, scan, gradients, _ = by_op.backward_launches(request, WANTED)
+    assert scan is None
+    for part in (made.begin, made.finish, begin, gradients):
         check_launches(part)
 
 

@@ -62,6 +62,15 @@ def test_many_heads_and_packs_gain_less() -> None:
     assert pack.seconds == pytest.approx(few.seconds)
 
 
+def test_which_slices_have_functions_of_their_own() -> None:
+    """On Hopper, those of both chunk ops with K = V = 128."""
+    *wide, beta = arrays(65536)
+    for op, g in (("chunk_kda", wide[3]), ("chunk_gated_delta_rule", beta)):
+        found = kdacore.explain(op, *wide[:3], g, beta, cp=2, use_qk_l2norm_in_kernel=True, backend="cuda")
+        assert isinstance(found, RanksSelection) and found.backend == "cuda" and not found.composed
+        assert "slices: 16 heads, segments of 128 chunks" in str(found)
+
+
 def test_one_rank_is_a_plain_call() -> None:
     assert type(explain(cp=1)) is kdacore.Selection
 

@@ -110,6 +110,7 @@ def make_backend() -> Backend:
         verifiers=_COMMON + _verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "sequence_length"),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
+        slices=_lazy("forms.slices.functions", "slice_functions"),
     )
     recurrent = _op(
         forward=_by_kind("forms.recurrent.forward", "forward"),

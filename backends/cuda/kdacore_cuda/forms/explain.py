@@ -32,7 +32,7 @@ def form_of_slice(request: Request) -> str:
     r, device, assumed = _planned(request)
     count, items = device.multiprocessors, r.N * r.HV
     amount = amount_of(r)
-    if finishes_as_whole(items, r.packed, count):
+    if r.op == "chunk_kda" and finishes_as_whole(items, r.packed, count):
         text = f"{amount} (at least 4 items for each of {count} multiprocessors), results by a whole call"
     else:
         chunks = segment_lengths.slice_segment_chunks(-(-r.T // CHUNK), r.B * r.HV, count)

@@ -79,8 +79,9 @@ def _of_gated_delta(of: gated_delta.Variant) -> Iterator[Iterator[Kernel]]:
     yield _each(gated_delta.walk_beside_kernel, (of,))
     yield _each(gated_delta.making_kernel, (of,))
     in_segments = gated_delta.cut_variant(of)
-    yield _each(gated_delta.first_segments_kernel, (in_segments,))
-    yield _each(gated_delta.later_segments_kernel, (in_segments,))
+    segments = (in_segments,), _EITHER if of == gated_delta.WIDE else _NO  # of a slice of a row, or not
+    yield _each(gated_delta.first_segments_kernel, *segments)
+    yield _each(gated_delta.later_segments_kernel, *segments)
     if of.marks:
         yield _each(gated_delta.to_checkpoints_kernel, (of,))
         return
@@ -88,8 +89,8 @@ def _of_gated_delta(of: gated_delta.Variant) -> Iterator[Iterator[Kernel]]:
     yield _each(gated_delta.records_kernel, either_size)
     yield _each(gated_delta.grads_kernel, either_size)
     yield _each(gated_delta.records_beside_kernel, (of,))
-    yield _each(gated_delta.outer_segments_kernel, (in_segments,))
-    yield _each(gated_delta.inner_segments_kernel, (in_segments,))
+    yield _each(gated_delta.outer_segments_kernel, *segments)
+    yield _each(gated_delta.inner_segments_kernel, *segments)
     yield _each(gated_delta.backward_walk_kernel, warpgroups, _EITHER, (of,))
 
 

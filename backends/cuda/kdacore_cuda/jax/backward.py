@@ -74,7 +74,7 @@ def gradients_of(
         launches: those, with sums left to the caller if there are several groups.
         arrays: those of the call and ``d_o``; ``both``, which is written, if launches ahead of these have left it.
         groups: as of :class:`kdacore_cuda.jax.batching.Run`.
-        states: ``d_h0`` if these launches write it.
+        states: the gradient of the states at the start, by the name of its array, if these launches write it.
 
     Returns:
         By name of the argument, the gradient of each; of the initial state if these launches write it.
@@ -96,7 +96,9 @@ def gradients_of(
             sums = gradients[x].reshape(groups, -1, arrays[x].size).sum(1) / SUM_SCALE
             dtype = arrays[x].dtype
             gradients[x] = saturated(sums.reshape(groups, *arrays[x].shape), dtype).astype(dtype)
-    return gradients | {"initial_state": made["d_h0"]} if states else gradients
+    for name in states:
+        gradients["initial_state"] = made[name]
+    return gradients
 
 
 def as_of_inputs(found: Arrays, inputs: ChunkInputs) -> InputGrads:

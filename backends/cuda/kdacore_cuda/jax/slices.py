@@ -1,4 +1,4 @@
-"""``chunk_kda`` on a slice of a row that continues on other ranks, on JAX arrays: the launches of the
+"""A chunk op on a slice of a row that continues on other ranks, on JAX arrays: the launches of the
 torch calls, made by XLA's programs through the handler.
 
 Each pass makes two calls, before and after the exchange. Buffers of the first are operands of the
@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, Request, SliceForward
-from kdacore_cuda.forms.slices.launches import GIVEN, backward_launches, forward_launches
+from kdacore_cuda.forms.slices.by_op import backward_launches, forward_launches
+from kdacore_cuda.forms.slices.halves import GIVEN
 from kdacore_cuda.jax import forward
 from kdacore_cuda.jax.backward import as_of_inputs, gradients_of, wanted_of
 from kdacore_cuda.jax.batching import Arrays, run_batched
@@ -102,9 +103,11 @@ def _run_backward_begin(r: Request, arrays: Arrays, groups: int) -> Arrays:
 
 
 def _run_backward_finish(r: Request, arrays: Arrays, groups: int) -> Arrays:
-    """Two calls of the handler, so that the operands' memory can become gradients."""
-    made = backward_launches(r, wanted_of(r))
+    made, d_starts = backward_launches(r, wanted_of(r)), {"d_starts": _states(r.N, r)}
+    if made.scan is None:
+        return gradients_of(r, made.gradients, arrays, groups, d_starts)
+    # Two calls of the handler, so that the operands' memory can become gradients.
     written = {f"{x}, written": x for x in ("borders", "both")}
-    before = make_launches(r, made.scan, arrays, {"d_starts": _states(r.N, r)}, written)
+    before = make_launches(r, made.scan, arrays, d_starts, written)
     given = arrays | {"both": before["both, written"]}
     return gradients_of(r, made.gradients, given, groups) | {"initial_state": before["d_starts"]}

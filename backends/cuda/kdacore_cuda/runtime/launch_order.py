@@ -15,12 +15,13 @@ AHEAD: Mapping[str, frozenset[str]] = {
     "maps": frozenset({"prepare", "prepare_marked"}),
     "output": frozenset({"maps", "chain", "slice_starts"}),
     "walk": frozenset({"prepare_units"}),
-    "walk_later_segments": frozenset({"walk_first_segments", "chain"}),
+    "walk_later_segments": frozenset({"walk_first_segments", "chain", "slice_starts"}),
     "walk_records_beside": frozenset({"chunk_records_beside"}),
-    "walk_inner_segments": frozenset({"walk_outer_segments", "segment_chain"}),
+    "walk_inner_segments": frozenset({"walk_outer_segments", "segment_chain", "slice_chain"}),
 }
-"""Entry of a kernel that reads before it waits -> entries of those that may be launched right before it. ``output``
-waits first where sequences have one segment."""
+"""Entry of a kernel that reads before it waits -> entries of those that may be launched right before it."""
+WAIT_WITH_ONE_SEGMENT = frozenset({"output", "walk_later_segments"})
+"""Of those, the ones that wait first where sequences have one segment."""
 OTHER_WORK = ""
 """In the place of an entry: a step of a program that launches no kernel of ours."""
 
@@ -35,7 +36,8 @@ def check_order(entries: Iterable[str], *, one_segment: bool = False) -> None:
     before = OTHER_WORK
     for entry in entries:
         allowed = AHEAD.get(entry)
-        if allowed is not None and before not in allowed and not (entry == "output" and one_segment):
+        waits = one_segment and entry in WAIT_WITH_ONE_SEGMENT
+        if allowed is not None and before not in allowed and not waits:
             raise ValueError(
                 f"{entry} reads memory before it waits: expected {' or '.join(sorted(allowed))} right before it, "
                 f"got {before or 'no launch of this program'}"

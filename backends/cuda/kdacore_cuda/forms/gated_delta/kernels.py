@@ -61,17 +61,17 @@ def cut_variant(of: Variant) -> Variant:
 # In the functions that follow ``of`` is the variant.
 
 
-def _kernel(name: str, params: ParamStruct, of: Variant = WIDE, **macros: int) -> Kernel:
+def _kernel(name: str, params: ParamStruct, of: Variant = WIDE, **macros: int | None) -> Kernel:
     return _made(name, params, of._replace(marks=False), tuple(macros.items()))
 
 
-def _walk(name: str, params: ParamStruct, of: Variant, **macros: int) -> Kernel:
+def _walk(name: str, params: ParamStruct, of: Variant, **macros: int | None) -> Kernel:
     """One that may write checkpoints at chosen tokens."""
     return _made(name, params, of, tuple(macros.items()))
 
 
 @cache
-def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, int], ...]) -> Kernel:
+def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, int | None], ...]) -> Kernel:
     variant = {"NARROW": of.narrow or None, "HALF_F16": of.float16 or None, "MARKS": of.marks or None}
     size = None if of.size == WIDE.size else of.size
     return make_kernel(f"{_SOURCES}/{name}", params, SIZE=size, **variant, **dict(macros))
@@ -121,15 +121,15 @@ def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Ker
     return _walk("walk_records", GATED_DELTA, of, WARPGROUPS=warpgroups)
 
 
-def first_segments_kernel(of: Variant = WIDE) -> Kernel:
+def first_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
     """The first segment of every sequence and value head, walked from its start, beside the maps of the others: two
-    blocks each."""
-    return _walk("walk_first_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
+    blocks each. ``of_slice``: of a slice of a row, from an unknown state: maps alone."""
+    return _walk("walk_first_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, OF_SLICE=of_slice or None)
 
 
-def later_segments_kernel(of: Variant = WIDE) -> Kernel:
-    """All other segments, walked from their starts: two blocks each."""
-    return _walk("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1)
+def later_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
+    """All other segments, walked from their starts: two blocks each. ``of_slice``: the first ones, too."""
+    return _walk("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, OF_SLICE=of_slice or None)
 
 
 def to_checkpoints_kernel(of: Variant = WIDE) -> Kernel:
@@ -137,15 +137,19 @@ def to_checkpoints_kernel(of: Variant = WIDE) -> Kernel:
     return _kernel("walk_to_checkpoints", GATED_DELTA, of, WARPGROUPS=1)
 
 
-def outer_segments_kernel(of: Variant = WIDE) -> Kernel:
+def outer_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
     """What a backward keeps of every sequence's first segment, the gradients of every last one, and the maps of those
-    between, of states and of gradients: two blocks each."""
-    return _kernel("walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, of, WARPGROUPS=1)
+    between, of states and of gradients: two blocks each. ``of_slice``: of a slice of a row, from an unknown gradient:
+    no last ones, and maps of the outermost segments, too."""
+    macros = {"WARPGROUPS": 1, "OF_SLICE": of_slice or None}
+    return _kernel("walk_outer_segments", GATED_DELTA_BACKWARD_SEGMENTS, of, **macros)
 
 
-def inner_segments_kernel(of: Variant = WIDE) -> Kernel:
-    """What a backward keeps of all other segments, and the gradients of all but the last: two blocks each."""
-    return _kernel("walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, of, WARPGROUPS=1)
+def inner_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
+    """What a backward keeps of all other segments, and the gradients of all but the last: two blocks each.
+    ``of_slice``: of the last ones, too."""
+    macros = {"WARPGROUPS": 1, "OF_SLICE": of_slice or None}
+    return _kernel("walk_inner_segments", GATED_DELTA_BACKWARD_SEGMENTS, of, **macros)
 
 
 def grads_kernel(of: Variant = WIDE) -> Kernel:

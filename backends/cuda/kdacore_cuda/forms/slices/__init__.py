@@ -1,1 +1,1 @@
-"""``chunk_kda`` on a slice of a row that continues on other ranks (``cp=``)."""
+"""The chunk ops on a slice of a row that continues on other ranks (``cp=``)."""

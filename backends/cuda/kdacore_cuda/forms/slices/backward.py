@@ -1,4 +1,4 @@
-"""The backward of ``chunk_kda`` on a slice of a row that continues on other ranks, on torch tensors. Buffers of the
+"""The backward of a chunk op on a slice of a row that continues on other ranks, on torch tensors. Buffers of the
 launches before the ranks' exchange are used again by those after it. Nothing is read back from the device."""
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import torch
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda.forms.backward.launches import GRADIENTS
+from kdacore_cuda.forms.slices.by_op import backward_launches
 from kdacore_cuda.forms.slices.forward import Pending
-from kdacore_cuda.forms.slices.launches import GIVEN, BackwardSliceLaunches, backward_launches
+from kdacore_cuda.forms.slices.halves import GIVEN, BackwardSliceLaunches
 from kdacore_cuda.forms.torch_gradients import narrowed
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
@@ -96,16 +97,18 @@ def backward_finish(
         BackendBuildError: a kernel had to be compiled and could not be.
         DriverError: the driver refused a launch.
     """
-    made, like, ends = _launches[bool(saved)](request), inputs.v, ends.contiguous()
-    d_start = ends.new_empty(ends.shape)
-    pending.run(made.scan, like, ends=ends, d_starts=d_start)
-    left = Pending({name: pending.arrays[name] for name in (*GIVEN, "d_o", "both")}, pending.layout)
-    pending.arrays.clear()  # the launches behind the scan read nothing else of it
+    made, like, left = _launches[bool(saved)](request), inputs.v, pending
+    flows = {"ends": ends.contiguous(), "d_starts": ends.new_empty(ends.shape)}
+    if made.scan is not None:
+        pending.run(made.scan, like, **flows)
+        left = Pending({name: pending.arrays[name] for name in (*GIVEN, "d_o", "both")}, pending.layout)
+        pending.arrays.clear()  # the launches behind the scan read nothing else of it
     found = {
         name: None if (x := left.arrays[argument]) is None else x.new_empty(x.shape)
         for name, argument in zip(GRADIENTS, GIVEN, strict=False)
     }
-    left.run(made.gradients, like, **torch_launch.new_buffers(like, made.gradients.buffers), **found)
+    left.run(made.gradients, like, **torch_launch.new_buffers(like, made.gradients.buffers), **found, **flows)
+    left.arrays.clear()
     of_tokens = dict(zip(InputGrads._fields, found.values(), strict=False))
     of_tokens["g"] = narrowed(of_tokens["g"], inputs.g.dtype)
-    return InputGrads(**of_tokens, initial_state=d_start)
+    return InputGrads(**of_tokens, initial_state=flows["d_starts"])

@@ -1,4 +1,4 @@
-"""``chunk_kda`` on a slice of a row that continues on other ranks, on torch tensors. Buffers of the launches before the
+"""A chunk op on a slice of a row that continues on other ranks, on torch tensors. Buffers of the launches before the
 ranks' exchange are used again by those after it; maps and starting states also for a backward, unless rows are packed.
 Nothing is read back from the device."""
 
@@ -10,8 +10,10 @@ import torch
 
 from kdacore.types import ChunkInputs, Outputs, Request, SliceForward
 from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms.gated_delta.forward import GATED_DELTA
 from kdacore_cuda.forms.launches import Launches, Layout
-from kdacore_cuda.forms.slices.launches import GIVEN, forward_launches
+from kdacore_cuda.forms.slices.by_op import forward_launches
+from kdacore_cuda.forms.slices.halves import GIVEN
 from kdacore_cuda.forms.torch_forward import readable
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.plan_cache import PlanCache
@@ -29,7 +31,8 @@ class Pending(NamedTuple):
     @classmethod
     def of(cls, r: Request, inputs: ChunkInputs, begin: Launches) -> Pending:
         """For the launches of the first half."""
-        given, layout = readable(chunk_forward.CHUNK, r, inputs, rows_apart=False)
+        op = GATED_DELTA if r.scalar_gate else chunk_forward.CHUNK
+        given, layout = readable(op, r, inputs, rows_apart=False)
         arrays = {name: getattr(given, name) for name in GIVEN}
         return cls(arrays | torch_launch.new_buffers(inputs.v, begin.buffers), layout)
 

@@ -24,7 +24,7 @@ _OF_JAX = SliceFunctions(
 
 
 FORWARD_SECONDS, TRAINING_SECONDS = (30e-6, 1.60e-9), (80e-6, 6.15e-9)
-"""Of a slice's work, fixed and for each token and value head: two H100s, 4 to 32 heads, packed or not
+"""Of a slice's work of ``chunk_kda``, fixed and for each token and value head: two H100s, 4 to 32 heads, packed or not
 (benchmarks/results/h100-x2/context-parallel.json)."""
 KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
 """The same where the backward takes maps from the forward: four H100s, 4 to 32 heads
@@ -32,9 +32,12 @@ KEPT_TRAINING_SECONDS = 100e-6, 5.85e-9
 
 
 def slice_functions(request: Request) -> SliceFunctions | None:
-    """The functions that serve a slice of ``chunk_kda`` by kernels for slices: on Hopper with
-    K = V = 128, for any number of heads. None elsewhere: such a slice is composed of whole calls."""
+    """The functions that serve a slice by kernels for slices: on Hopper, with K = V = 128, for any number of heads;
+    ``chunk_kda`` of bfloat16, the gated delta rule of float16, too. None elsewhere: such a slice is composed of whole
+    calls."""
     if request.V != request.K or not has_hopper_kernel(request.K, arch_of(request)):
+        return None
+    if request.dtype != "bfloat16" and request.op == "chunk_kda":
         return None
     functions = _OF_JAX if request.kind == "jax" else _OF_TORCH
     if request.op != "chunk_kda":

@@ -15,7 +15,6 @@ gradient at each end), scan, and the launches behind the scan of a whole call.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
 from kdacore_cuda.choice import finishes_as_whole
@@ -28,31 +27,34 @@ from kdacore_cuda.forms.backward.kernels import (
 )
 from kdacore_cuda.forms.backward.segments import workspace_bytes
 from kdacore_cuda.forms.backward.workspace import READ_BY_SCAN_ONLY, UNIT_BYTES, WORKSPACE, Buffer
-from kdacore_cuda.forms.chunk_numbers import CHUNK, chunk_numbers, takes_float_gate
-from kdacore_cuda.forms.launches import TOKENS, Launches
+from kdacore_cuda.forms.chunk_numbers import chunk_numbers, takes_float_gate
+from kdacore_cuda.forms.launches import Launches
 from kdacore_cuda.forms.segments.kernels import (
     maps_of_slice_kernel,
     output_blocks,
     output_kernel,
     segments_prepare_kernel,
 )
-from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks, slice_segment_chunks
-from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, MAP_BYTES, START_BYTES
-from kdacore_cuda.forms.slices.kernels import (
-    chain_kernel,
-    slice_gradient_kernel,
-    starts_kernel,
-    transition_kernel,
+from kdacore_cuda.forms.segments.segment_lengths import chain_blocks
+from kdacore_cuda.forms.segments.workspace import CHUNK_OPERANDS_BYTES, START_BYTES
+from kdacore_cuda.forms.slices.halves import (
+    BEGIN_ARRAYS,
+    GIVEN,
+    SEGMENT_FIELDS,
+    BackwardSliceLaunches,
+    ForwardSliceLaunches,
+    SliceSegments,
+    saved_places,
+    starts_step,
+    transition_step,
 )
+from kdacore_cuda.forms.slices.kernels import chain_kernel, slice_gradient_kernel
 from kdacore_cuda.kernel_parameters import FLAGS, SEGMENT_LENGTHS
 from kdacore_cuda.request_encoding import has_bounded_gate
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.kernel import Kernel
 from kdacore_cuda.runtime.program import NOTHING, Launch, Program, Value
 
-GIVEN = (*TOKENS, "A_log", "dt_bias", "cu_seqlens")
-"""The arguments that a slice's kernels take."""
-BEGIN_ARRAYS = (*GIVEN, "workspace", "saved", "M", "C")
 FINISH_ARRAYS = ("v", "cu_seqlens", "starts", "workspace", "saved", "o", "final_state", "checkpoints")
 BACKWARD_ARRAYS = (
     *(*GIVEN, "d_o", "starts", "saved", "operands", "borders", "both"),
@@ -60,66 +62,41 @@ BACKWARD_ARRAYS = (
 )
 
 
-class ForwardSliceLaunches(NamedTuple):
-    """The launches of a slice's forward."""
-
-    begin: Launches
-    """With :data:`BEGIN_ARRAYS`. ``finish`` needs the buffers: ``workspace``, and ``saved`` with maps and starting
-    states of segments, which a backward may take too."""
-    finish: Launches | None
-    """With :data:`FINISH_ARRAYS`. It writes starting states to ``saved``. None where the results come from a whole
-    call."""
-    results: int
-    """``G``: sequences whose transition is asked for."""
-
-
 def forward_launches(r: Request) -> ForwardSliceLaunches:
     """The launches of a slice's forward, given contiguous arrays."""
     numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
-    NT, units, items = int(numbers["NT"]), int(numbers["units"]), r.N * r.HV
-    results = 1 if r.packed else r.B
-    segment, slots = _segments(r, multiprocessors)
-    segments = -(-NT // segment)
-    as_whole = finishes_as_whole(items, r.packed, multiprocessors)
-    blocks = chain_blocks(2 * results * r.HV, multiprocessors)
-    start_blocks = chain_blocks(items, multiprocessors)
-    outputs = output_blocks(slots * r.HV, multiprocessors)
-    numbers |= SegmentLengths.uniform(segment).parameters(segments) | {
+    units, cut = int(numbers["units"]), SliceSegments.of(r)
+    segments = cut.slots * r.HV
+    as_whole = finishes_as_whole(r.N * r.HV, r.packed, multiprocessors)
+    outputs = output_blocks(segments, multiprocessors)
+    saved, saved_bytes = saved_places(segments)
+    numbers |= {
+        **cut.numbers(r),
+        **saved,
         "no_null_index": -1,
         "addends_at": units * CHUNK_OPERANDS_BYTES,
-        "starts_at": slots * r.HV * MAP_BYTES,
         "prepare_blocks": units,
-        "map_blocks": 2 * slots * r.HV,
-        "transition_blocks": 2 * results * r.HV * blocks,
-        "start_blocks": start_blocks * items,
-        "output_blocks": outputs * slots * r.HV,
+        "map_blocks": 2 * segments,
+        "output_blocks": outputs * segments,
     }
     names, arch = tuple(numbers), arch_of(r)
+    blocks, start_blocks = cut.forward_kernels
     begin = _begin_program(takes_float_gate(r), has_bounded_gate(r), as_whole, blocks, names)
-    finish = _finish_program(start_blocks if segments > 1 else 0, outputs, names)
+    finish = _finish_program(start_blocks, outputs, names)
     buffers = {
-        "workspace": units * CHUNK_OPERANDS_BYTES + slots * r.HV * START_BYTES,
-        "saved": slots * r.HV * (MAP_BYTES + START_BYTES),
+        "workspace": units * CHUNK_OPERANDS_BYTES + segments * START_BYTES,
+        "saved": saved_bytes,
     }
     return ForwardSliceLaunches(
         Launches(begin, numbers, arch, buffers),
         None if as_whole else Launches(finish, numbers, arch),
-        results,
+        cut.results,
     )
 
 
-def _segments(r: Request, multiprocessors: int) -> tuple[int, int]:
-    """Chunks in a segment; segments of one value head, unused slots of a pack included."""
-    NT = -(-r.T // CHUNK)
-    segment = slice_segment_chunks(NT, r.B * r.HV, multiprocessors)
-    return segment, r.T // (CHUNK * segment) + r.N if r.packed else r.N * -(-NT // segment)
-
-
 _SEGMENT_FIELDS: dict[str, Value] = {
+    **SEGMENT_FIELDS,
     "chunk_operands": "workspace",
-    "addends": ("workspace", "addends_at"),
-    "maps": "saved",
-    "starts": ("saved", "starts_at"),
     "ht": "final_state",
     "ckpt": "checkpoints",
     "null_index": "no_null_index",
@@ -135,36 +112,19 @@ def _begin_program(
     prepare = segments_prepare_kernel(float_gate, bounded, as_whole)
     no_lengths = dict.fromkeys((*SEGMENT_LENGTHS, "segments"), NOTHING)
     fields = _SEGMENT_FIELDS | {"ht": NOTHING, "ckpt": NOTHING}
-    composed = {name: _SEGMENT_FIELDS[name] for name in ("addends", "maps")}
     steps = (
         Launch("prepare", prepare, "prepare_blocks", {"last": "workspace", **no_lengths}),
         Launch("maps", maps_of_slice_kernel(as_whole), "map_blocks", fields),
-        Launch("transition", transition_kernel(blocks), "transition_blocks", composed),
+        transition_step(blocks),
     )
     return Program(steps, BEGIN_ARRAYS, numbers)
 
 
 @cache
 def _finish_program(start_blocks: int, outputs: int, numbers: tuple[str, ...]) -> Program:
-    fields = _SEGMENT_FIELDS | {"h0": "starts", "starts": ("saved", "starts_at")}
-    steps = [Launch("output", output_kernel(outputs), "output_blocks", fields)]
-    if start_blocks:
-        starts = starts_kernel(start_blocks)
-        steps.insert(0, Launch("starts", starts, "start_blocks", fields))
+    fields = _SEGMENT_FIELDS | {"h0": "starts"}
+    steps = [*starts_step(start_blocks), Launch("output", output_kernel(outputs), "output_blocks", fields)]
     return Program(steps, FINISH_ARRAYS, numbers, one_segment=not start_blocks)
-
-
-class BackwardSliceLaunches(NamedTuple):
-    """The launches of a slice's backward."""
-
-    begin: Launches
-    """With :data:`BACKWARD_ARRAYS`. Its buffers ``operands``, ``borders`` and ``both`` are needed by what follows."""
-    scan: Launches
-    """With the same. It reads ``operands`` and writes the other buffers."""
-    gradients: Launches
-    """Those behind the scan, with ``both``: :attr:`kdacore_cuda.forms.backward.launches.BackwardLaunches.second`."""
-    results: int
-    """``G``: sequences whose gradient at the slice's start is asked for."""
 
 
 def backward_launches(
@@ -178,14 +138,12 @@ def backward_launches(
         saved: the forward's maps and states of segments are there.
         sums_to_caller: as of that function.
     """
-    numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
-    units, items = int(numbers["units"]), r.N * r.HV
-    segment, slots = _segments(r, multiprocessors)
-    results, walks = 1 if r.packed else r.B, slots * r.HV
+    numbers, multiprocessors, cut = chunk_numbers(r), multiprocessors_of(r), SliceSegments.of(r)
+    units, items, walks = int(numbers["units"]), r.N * r.HV, cut.slots * r.HV
     walks_of_maps, directions = (1, 1) if saved else (3, 2)
     maps_warpgroups = walk_warpgroups(walks_of_maps * walks, multiprocessors)
     scan_warpgroups = walk_warpgroups(2 * walks, multiprocessors)
-    gradient_blocks = chain_blocks(results * r.HV, multiprocessors)
+    gradient_blocks = chain_blocks(cut.results * r.HV, multiprocessors)
     blocks = chain_blocks(directions * items, multiprocessors)
 
     whole = whole_backward.launches_of(r, wanted, sums_to_caller=sums_to_caller)
@@ -196,18 +154,17 @@ def backward_launches(
     for name, size in workspace_bytes(walks).items():
         if not (saved and name != "ends"):
             offsets[name] = (borders if name in ("starts", "ends") else operands).add(size)
-    if saved:
-        offsets |= {"maps": 0, "starts": walks * MAP_BYTES}
-    lengths = SegmentLengths.uniform(segment).parameters(-(-int(numbers["NT"]) // segment))
+    lengths = cut.lengths()
     numbers |= (
         lengths
         | {f"{name}_at": at for name, at in offsets.items()}
+        | (saved_places(walks)[0] if saved else {})
         | {
             # What the gradients kernel reads lies where the second group of a whole call expects it.
             **{f"{name}_at": whole.first.numbers[f"{name}_at"] for name in _IN_BOTH},
             "prepare_blocks": units,
             "maps_blocks": 2 // maps_warpgroups * walks_of_maps * walks,
-            "slice_gradient_blocks": gradient_blocks * results * r.HV,
+            "slice_gradient_blocks": gradient_blocks * cut.results * r.HV,
             "chain_blocks": directions * blocks * items,
             "scan_blocks": 2 // scan_warpgroups * 2 * walks,
         }
@@ -227,7 +184,7 @@ def backward_launches(
     buffers = {"operands": operands.bytes, "borders": borders.bytes, "both": both}
     second = whole.second._replace(numbers=whole.second.numbers | lengths | {"flags": numbers["flags"]})
     return BackwardSliceLaunches(
-        Launches(begin, numbers, arch, buffers), Launches(scan, numbers, arch), second, results
+        Launches(begin, numbers, arch, buffers), Launches(scan, numbers, arch), second, cut.results
     )
 
 

@@ -2,7 +2,7 @@
 // `starts` hold: chunk_forward/segments/segment.cuh, with these differences. Slots are counted by the shortest length,
 // p.segment; where a sequence's first segment is longer than those behind it, none has that place (p.first_segments is 0).
 // The first one has no map: it is walked from the initial state, and its addend is the state at its end, which is the
-// second segment's start, too.
+// second segment's start, too. Slices of a row that several ranks share (OF_SLICE) differ: walk_first_segments.cu.
 #pragma once
 
 #include "generated/gated_delta_segment_params.cuh"

@@ -4,7 +4,8 @@
 // Grid: two blocks a segment and value head, with half of the value rows each. Warps: walk_block.cuh. Those that load
 // do not wait for the launch ahead: records are older, as it has waited for the one that made them.
 //
-// Macros from the host: WARPGROUPS, 1.
+// Macros from the host: WARPGROUPS, 1; OF_SLICE, for a slice of a row that several ranks share: the first segments, too,
+// from the states at the slice's start. Warps that load then clear rows of o that belong to no sequence.
 #include "sm90/gated_delta/walk_segment.cuh"
 
 KDA_SHARED_BYTES(sizeof(ForwardMemory<false>));
@@ -13,13 +14,24 @@ KDA_KERNEL(THREADS, 1) walk_later_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   make_forward_barriers(shared);
+  if (p.segments < 2) wait_for_inputs();  // then another launch is ahead
   const int warp = uniform(thread_index() >> 5);
-  const SegmentItem x = find_later(p, opaque(block_index()), 0);
-  if (!x.index || !x.s.chunks) return wait_for_inputs();
+  const int block = opaque(block_index());
+  const SegmentItem x = find_later(p, block, 0);
+  // A sequence without tokens has a first segment, whose final state is written.
+  const bool idle = x.index ? !x.s.chunks : !OF_SLICE;
+  if (!OF_SLICE && idle) return wait_for_inputs();
   if (warp < STATE_WARPS) {
     wait_for_inputs();
-    carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), make_lane(warp, x.part));
+    if (!idle)
+      carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), make_lane(warp, x.part));
   } else {
-    load_forward(p, WrittenRecords{}, x, StageRing<>{shared}, thread_index() - 32 * STATE_WARPS);
+    const int thread = thread_index() - 32 * STATE_WARPS;
+    load_forward(p, WrittenRecords{}, x, StageRing<>{shared}, thread);
+    if constexpr (OF_SLICE) {
+      wait_for_inputs();
+      clear_tail(p, value_row_bytes(p),
+                 {(u32)(32 * LOAD_WARPS * block + thread), (u32)(32 * LOAD_WARPS * grid_blocks())});
+    }
   }
 }

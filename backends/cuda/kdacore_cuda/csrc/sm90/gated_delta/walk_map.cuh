@@ -38,6 +38,7 @@ __device__ __forceinline__ void load_map(const GatedDeltaParams& p, const Segmen
                           thread);
   k.move(last), v.move(last);
   u64 record = record_at(p, x.s.slot + last, x.hv);
+  int left = x.s.length - last * C;
   load_chunks(MapRing{shared}, x.s.chunks, thread, [&](const MapRing& ring) {
     const u32 stage = ring.stage();
     if (thread == 0) {
@@ -47,9 +48,10 @@ __device__ __forceinline__ void load_map(const GatedDeltaParams& p, const Segmen
       copy_record(stage + OFFSET(MapStage, factors), record + OFFSET(ChunkRecord, factors),
                   sizeof(RecordFactors), ring.full());
     }
-    k.fetch(stage + OFFSET(MapStage, k), C, thread);  // every chunk is full, as another segment follows
-    v.fetch(stage + OFFSET(MapStage, v), C, thread);
+    k.fetch(stage + OFFSET(MapStage, k), left, thread);
+    v.fetch(stage + OFFSET(MapStage, v), left, thread);
     k.move(-2), v.move(-2);
+    left = C;
     record -= (u64)p.HV * RECORD_BYTES;
   });
 }
@@ -62,7 +64,7 @@ __device__ __forceinline__ void add_values(State& b, const TokenOperand& w, u32 
   warpgroup_commit();
 }
 
-// A belongs at `map`, B at `addend`.
+// A belongs at `map`, B at `addend`, or nowhere if that is 0.
 __device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 addend, u32 shared,
                                           const Lane& l) {
   State a, b = {};  // rows of A^T and B^T
@@ -131,6 +133,6 @@ __device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 
   fence_registers(b.s);
   // No stage is in use any more.
   store_transposed_map(a, map, item.part, shared + OFFSET(MapStage, k), l);
-  write_transposed_pairs(b.s, l, addend);
+  if (addend) write_transposed_pairs(b.s, l, addend);
   if (thread_index() == 0) copy_out_wait_read<0>();
 }

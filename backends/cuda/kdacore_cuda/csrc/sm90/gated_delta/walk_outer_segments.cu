@@ -7,7 +7,8 @@
 // the first. Of a segment with maps and value head: in reverse from a gradient of zero; from its last chunk to its first
 // for the map of the state. Warps: walk_block.cuh.
 //
-// Macros from the host: WARPGROUPS, 1.
+// Macros from the host: WARPGROUPS, 1; OF_SLICE, for a slice of a row that several ranks share: no segment is walked in
+// reverse; with FLAG_KEPT_MAPS, where the forward kept maps and states at segments' starts, there are third walks alone.
 #include "sm90/gated_delta/walk_backward_segment.cuh"
 #include "sm90/gated_delta/walk_map.cuh"
 
@@ -21,22 +22,30 @@ struct Work {
   SegmentItem x;
 };
 __device__ __forceinline__ Work find_work(const GatedDeltaBackwardSegmentParams& p) {
-  const int walks = PARTS * p.N * p.HV, each = (grid_blocks() - 2 * walks) / 2;
+  const bool kept = OF_SLICE && p.flags & FLAG_KEPT_MAPS;
+  const int walks = kept ? 0 : PARTS * p.N * p.HV, last = OF_SLICE ? 0 : walks,
+            mapped = grid_blocks() - walks - last, each = kept ? mapped : mapped / 2;
   int block = opaque(block_index());
   Work work;
-  if (block < 2 * walks) {
-    work.role = block < walks ? LAST : FIRST;
-    block -= block < walks ? 0 : walks;
+  if (block < last + walks) {
+    work.role = block < last ? LAST : FIRST;
+    block -= block < last ? 0 : last;
     const int item = block / PARTS, n = item / p.HV;
     const int segments = work.role == LAST ? segments_in(p, find_read_sequence(p, n).chunks) : 1;
     work.x = segment_item(p, n, segments ? segments - 1 : 0, item - n * p.HV, block % PARTS);
     return work;
   }
-  block -= 2 * walks;
+  block -= last + walks;
   work.role = block < each ? GRAD_MAP : MAP;
-  work.x = find_later(p, block < each ? block : block - each, 1);
-  if (!work.x.index || work.x.last) work.x.s.chunks = 0;  // it has no maps
+  work.x = find_later(p, block < each ? block : block - each, !OF_SLICE);
+  const SegmentItem& x = work.x;
+  if (OF_SLICE ? !x.index && x.s.first > 0 : !x.index || x.last) work.x.s.chunks = 0;  // it has no maps
   return work;
+}
+// Where the part of a segment's map belongs that is added to the state: the start of the segment behind. A first segment
+// is walked from the state that it starts from, and the end of a last one is the slice's.
+__device__ __forceinline__ u64 addend_at(const GatedDeltaBackwardSegmentParams& p, const SegmentItem& x) {
+  return OF_SLICE && (!x.index || x.last) ? 0 : full_state_at(p.starts, x.place + p.HV);
 }
 
 __device__ __forceinline__ void make_barriers(Role role, u32 shared) {
@@ -60,14 +69,14 @@ KDA_KERNEL(THREADS, 1) walk_outer_segments(KDA_PARAM GatedDeltaBackwardSegmentPa
   make_barriers(work.role, shared);
   if (warp < STATE_WARPS) {
     const Lane l = make_lane(warp, x.part);
-    if (work.role == LAST)
+    if (!OF_SLICE && work.role == LAST)
       carry_state_grad(p, x, shared, warp, l);
     else if (work.role == FIRST)
       carry_state_alone(p, x, shared, warp, l);
     else if (work.role == GRAD_MAP)
       carry_state_grad<false>(p, GradMap{x}, shared, warp, l);
     else
-      carry_map(x, p.maps + x.place * MAP_BYTES, full_state_at(p.starts, x.place + p.HV), shared, l);
+      carry_map(x, p.maps + x.place * MAP_BYTES, addend_at(p, x), shared, l);
   } else {
     const int thread = thread_index() - 32 * STATE_WARPS;
     if (work.role == MAP)

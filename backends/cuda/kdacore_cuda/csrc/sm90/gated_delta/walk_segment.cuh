@@ -1,7 +1,7 @@
 // Where the forward walk of a segment begins and ends: what walk_forward.cuh has of a whole sequence.
 //
 // The block of the segment before writes the checkpoint at a border, as the state at its end is that of a call which
-// ends there.
+// ends there. Of a slice of a row that ranks share (OF_SLICE) another launch finds all states at borders.
 #pragma once
 
 #include "sm90/gated_delta/segment_item.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void end_state(State& state, const GatedDeltaSegmentP
     return;
   }
   if (checkpoint) write_own_state(state, p, row, l.t, checkpoint);
-  if (item.index) return;
+  if (OF_SLICE || item.index) return;
   write_pairs(state.s, row, 2 * l.t, full_state_at(p.addends, item.place));
   write_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place + p.HV));
 }

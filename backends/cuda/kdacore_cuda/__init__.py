@@ -120,7 +120,8 @@ def make_backend() -> Backend:
         serves=SEQUENCE_FEATURES | POOL_FEATURES | CHECKPOINT_FEATURES | {"out"},
         verifiers=(
             *_COMMON,
-            *_verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "sequence_length"),
+            *_verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "gated_delta_variant"),
+            *_verifiers("sequence_length"),
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),

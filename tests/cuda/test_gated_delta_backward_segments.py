@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from chunk_backward_calls import same_gradients
@@ -198,10 +200,12 @@ QUICK = (f"{OP}-gradient_causality_append-base", f"{OP}-gradients-base")
 def test_some_conformance_cases(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     use_lengths(monkeypatch, SegmentLengths(1, 0, 1, 1, 1, 2, 2))
     with registered(OP):
-        every = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
-        cases = [
-            c for c in every if c.op == OP and c.id.startswith(QUICK) and not judge(c) and c.shape.K == 128
+        every = [
+            dataclasses.replace(c, shape=dataclasses.replace(c.shape, K=128, V=128))
+            for c in matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
+            if c.op == OP and c.id.startswith(QUICK)
         ]
+        cases = [c for c in every if not judge(c)]
         assert cases
         run_emulated(cases, emulated, INNER)
 

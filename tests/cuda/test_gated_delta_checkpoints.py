@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 import torch
 from cuda_calls import MODEL, error, request_of
 from gated_delta_calls import OP, TOKENS, check_servers, choose_records, draw, names_of, pack
 from gated_delta_calls import WAYS as WAYS_OF_RECORDS
+from jax_emulation import Device
 from pool_checks import pool_of, same_bits
+from test_jax import arrays_of, check, from_torch, function, ints
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda import unsupported_calls
@@ -138,6 +141,23 @@ def test_later_tokens_change_no_bit_of_them(emulated: list[str], way: list[str])
     for end, row in zip(ENDS, ROWS, strict=True):
         assert end > 144 or same_bits(found[1][row], found[0][row]), end
         assert end > 100 or same_bits(found[2][row], found[0][row]), end
+
+
+def test_from_jax(emulated: list[str], from_jax: Device) -> None:
+    """The bits of the same call from torch, by the same launches."""
+    inputs = pack((70, 0, 60), 20, initial_state=pool_of(6, 128).contiguous())
+    inputs = inputs._replace(
+        state_indices=ints(4, 0, -1),
+        has_initial_state=torch.tensor([False, True, True]),
+        write_indices=ints(2, 5, -1),
+    )
+    given = at(inputs, [0, 48, 32], [1, 3, -1])
+    options = MODEL | {"output_final_state": True, "inplace_state": True}
+    got = jax.block_until_ready(jax.jit(function(OP, given, options, {}))(arrays_of(given)))
+    names = [x.kernel.entry for x in from_jax.launched]
+    emulated.clear()
+    check([x for x in got if x is not None], from_torch(gated_delta.forward, OP, given, options))
+    assert names == names_of(emulated) and names[-1] == TO
 
 
 MARKED = kernels.Variant(marks=True)

@@ -3,12 +3,14 @@ they lie. Against the oracle, the bits of calls that are filled up with zeros, a
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from chunk_backward_calls import same_gradients
 from cuda_calls import MODEL, Draw, check_outputs, error, oracle, request_of
+from emulated_backend import NAME, registered, run_emulated
 from gated_delta_backward_calls import WHOLE, carry, hold, leave_uncut, output_grads, training
 from gated_delta_backward_calls import check as check_gradients
 from gated_delta_backward_calls import run as run_backward
@@ -31,6 +33,9 @@ from jax_emulation import Device
 from pool_checks import pool_of, same_bits
 from test_jax_gated_delta import check_launches
 
+from kdacore.testing import matrix
+from kdacore.testing.cases import Case
+from kdacore.testing.serving import judge
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import fitted_head_dims, unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
@@ -295,6 +300,35 @@ def test_what_the_forward_saves(
 def test_from_jax(emulated: list[str], from_jax: Device, dims: tuple[int, int]) -> None:
     inputs = draw(100, 1, 2, dims=dims, initial_state=state(1, 2, matrix=dims[::-1]))
     check_launches(emulated, from_jax, inputs, MODEL | {"output_final_state": True, "state_v_first": True})
+
+
+# --- conformance ---------------------------------------------------------------------------------------------------
+
+
+def suite(**changes: Any) -> list[Case]:
+    """The suite's eager cases of the op, which have the least head dims that are served."""
+    planned = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
+    cases = [c for c in planned if (c.op, c.mode, c.dtype) == (OP, "eager", "bfloat16")]
+    found = [c for c in (dataclasses.replace(c, **changes) for c in cases) if not judge(c)]
+    assert {c.shape.K for c in found} == {16} and len(found) > 100
+    return found
+
+
+QUICK = tuple(f"{OP}-{x}" for x in ("accuracy-collinear", "gradients-collinear", "causality-base", "pool"))
+
+
+def test_some_conformance_cases(emulated: list[str]) -> None:
+    with registered(OP):
+        cases = suite()
+        few = [next(c for c in cases if c.id.startswith(x)) for x in QUICK]
+        run_emulated(few, emulated, "chunk_records")
+
+
+@MORE
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_conformance_case(emulated: list[str], dtype: str) -> None:
+    with registered(OP):
+        run_emulated(suite(dtype=dtype), emulated, "chunk_records")
 
 
 # --- which kernels -------------------------------------------------------------------------------------------------

@@ -134,6 +134,29 @@ def test_the_gated_delta_rule_is_served_where_it_has_kernels(changes: dict[str, 
         assert codes(r) == {code}
 
 
+@pytest.mark.parametrize(
+    ("changes", "packaged"),
+    [
+        ({}, True),
+        ({"K": 64, "V": 64}, True),
+        ({"dtype": "float16"}, True),
+        ({"K": 100, "V": 192}, True),
+        ({"K": 32, "V": 32}, False),
+        ({"K": 64, "V": 128}, False),
+        ({"K": 64, "V": 64, "dtype": "float16"}, False),
+    ],
+)
+def test_variants_of_the_gated_delta_rule_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], packaged: bool
+) -> None:
+    r = request("chunk_gated_delta_rule", **TRAINED | changes)
+    assert unsupported_calls.gated_delta_variant(r) is None
+    monkeypatch.setattr(unsupported_calls, "_has_compiler", lambda: False)
+    reason = unsupported_calls.gated_delta_variant(r)
+    assert (reason is None) == packaged
+    assert reason is None or reason.code == "unavailable"
+
+
 def test_declaring_the_backend_imports_nothing_else() -> None:
     """No framework, and none of the backend's other modules."""
     code = """

@@ -107,7 +107,10 @@ def make_backend() -> Backend:
         forward=_by_kind("forms.gated_delta.forward", "forward"),
         backward=_by_kind("forms.gated_delta.gradients", "backward", "jax.backward"),
         serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.CHECKPOINT_FEATURES | {"out"},
-        verifiers=_COMMON + _verifiers("hopper", "chunk_head_dims", "gated_delta_dtype", "sequence_length"),
+        verifiers=_COMMON
+        + _verifiers(
+            *("hopper", "chunk_head_dims", "gated_delta_dtype", "gated_delta_variant", "sequence_length")
+        ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),
         slices=_lazy("forms.slices.functions", "slice_functions"),

@@ -6,6 +6,7 @@ Verifiers read shapes, dtypes and flags, never values.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from kdacore import verifiers as common
 from kdacore.ops import POOL_FEATURES
 from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
-from kdacore_cuda.fitted_head_dims import blocks_of, is_fitted
+from kdacore_cuda.fitted_head_dims import SIZE, blocks_of, is_fitted
 
 FLOATS = ("float32", "bfloat16", "float16")
 HALVES = ("bfloat16", "float16")
@@ -68,6 +69,25 @@ def compiler(request: Request) -> Reason | None:
     why = "has no packaged kernels for this architecture and no NVRTC to compile them"
     want = "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux"
     return Reason("unavailable", why, arch, want)
+
+
+@common.reads_no_lengths
+def gated_delta_variant(request: Request) -> Reason | None:
+    """Only the usual head dims and dtypes of the gated delta rule have packaged machine code."""
+    if _has_compiler():
+        return None
+    from kdacore_cuda.forms.gated_delta.kernels import PACKAGED, variant_of
+
+    made = dataclasses.replace(request, K=SIZE, V=SIZE) if is_fitted(request) else request
+    if variant_of(made, cut=False) in PACKAGED:
+        return None
+    got = f"K={request.K}, V={request.V}, {request.dtype}"
+    return Reason(
+        "unavailable",
+        "has no packaged kernels for this call and no NVRTC to compile them",
+        f"{got}, checkpoint_offsets" if "checkpoint_offsets" in request.features else got,
+        "pip install 'kdacore[cuda]'",
+    )
 
 
 XLA_VERSIONS = ((0, 3), (0, 4))

@@ -79,7 +79,7 @@ def _of_gated_delta(of: gated_delta.Variant) -> Iterator[Iterator[Kernel]]:
     yield _each(gated_delta.walk_beside_kernel, (of,))
     yield _each(gated_delta.making_kernel, (of,))
     in_segments = gated_delta.cut_variant(of)
-    segments = (in_segments,), _EITHER if of == gated_delta.WIDE else _NO  # of a slice of a row, or not
+    segments = (in_segments,), _NO if of.marks or of.size == 64 else _EITHER  # of a slice of a row, or not
     yield _each(gated_delta.first_segments_kernel, *segments)
     yield _each(gated_delta.later_segments_kernel, *segments)
     if of.marks:

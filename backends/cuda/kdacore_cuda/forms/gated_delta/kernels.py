@@ -49,7 +49,7 @@ PACKAGED = (WIDE, Variant(64), Variant(float16=True), Variant(marks=True))
 def variant_of(r: Request, cut: bool) -> Variant:
     """That of the kernels of a call. ``cut``: sequences have several segments."""
     size = PART_VALUES * state_parts(r)
-    found = Variant(size, min(r.K, r.V) < size, r.dtype == "float16", r.checkpoint_count > 0)
+    found = Variant(size, min(r.K, r.V) < size, r.dtype == "float16", "checkpoint_offsets" in r.features)
     return cut_variant(found) if cut else found
 
 

@@ -76,7 +76,7 @@ def _launches_with_flags(r: Request, within: bool) -> Launches:
 
 def _checkpoint_numbers(r: Request, of: Variant, buffer: Buffer) -> dict[str, int]:
     """Those of checkpoints at chosen tokens. Adds the states at the starts of their chunks to a buffer."""
-    if not r.checkpoint_count:
+    if not of.marks:
         return {}
     matrices = r.checkpoint_count * r.HV
     return {

@@ -88,6 +88,20 @@ __device__ __forceinline__ Sequence find_sequence(const Params& p, int n) {
   return s;
 }
 
+// The last of a pack's sequences n to beyond - 1 whose slots begin at or before this one.
+template <class Params>
+__device__ __forceinline__ int sequence_of_slot(const Params& p, int slot, int n, int beyond) {
+  const bool wide = p.flags & FLAG_CU64;
+  while (beyond - n > 1) {
+    const int middle = (n + beyond) >> 1;
+    if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot)
+      n = middle;
+    else
+      beyond = middle;
+  }
+  return n;
+}
+
 // One chunk of one sequence and value head. `rows` is 0 where no sequence fills the slot.
 struct Unit {
   int n, hv, h, rows;
@@ -103,19 +117,7 @@ __device__ __forceinline__ Unit find_unit(const ChunkBackwardParams& p, long lon
   const int slot = divide((int)index, p.hv_factor, p.hv_shift);  // as many as a grid has blocks: 31 bits
   u.hv = (int)index - slot * p.HV;
   u.h = p.H == p.HV ? u.hv : (int)((u32)u.hv / ((u32)p.HV / (u32)p.H));
-  if (!p.cu_seqlens) {
-    n = divide(slot, p.chunks_factor, p.chunks_shift);
-  } else {
-    // The last sequence whose slots begin at or before this one.
-    const bool wide = p.flags & FLAG_CU64;
-    while (beyond - n > 1) {
-      const int middle = (n + beyond) >> 1;
-      if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot)
-        n = middle;
-      else
-        beyond = middle;
-    }
-  }
+  n = p.cu_seqlens ? sequence_of_slot(p, slot, n, beyond) : divide(slot, p.chunks_factor, p.chunks_shift);
   u.n = n;
   const Sequence s = find_sequence(p, n);
   const int begin = (slot - s.slot) * C, left = s.length - begin;

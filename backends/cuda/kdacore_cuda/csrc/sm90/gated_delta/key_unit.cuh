@@ -22,19 +22,7 @@ __device__ __forceinline__ KeyUnit make_key_unit(const GatedDeltaParams& p, cons
 }
 __device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int index) {
   const int slot = divide(index, p.h_factor, p.h_shift);
-  int n = 0, beyond = p.N;
-  if (!p.cu_seqlens) {
-    n = divide(slot, p.chunks_factor, p.chunks_shift);
-  } else {
-    // The last sequence whose slots begin at or before this one.
-    const bool wide = p.flags & FLAG_CU64;
-    while (beyond - n > 1) {
-      const int middle = (n + beyond) >> 1;
-      if (load_index(p.cu_seqlens, middle, wide) / C + middle <= slot)
-        n = middle;
-      else
-        beyond = middle;
-    }
-  }
+  const int n = p.cu_seqlens ? sequence_of_slot(p, slot, 0, p.N)
+                             : divide(slot, p.chunks_factor, p.chunks_shift);
   return make_key_unit(p, find_read_sequence(p, n), slot, index - slot * p.H);
 }

@@ -43,3 +43,14 @@ __device__ __forceinline__ SegmentItem find_later(const Params& p, int block, in
   if (p.cu_seqlens) find_slot_segment(p, slot, [&](int sequence, int segment) { n = sequence, j = segment; });
   return segment_item(p, n, j, hv, block % PARTS);
 }
+
+// The state at a segment's start.
+template <class Params>
+__device__ __forceinline__ void read_segment_start(State& state, const Params& p, const SegmentItem& item,
+                                                   int row, const Lane& l) {
+  if (item.index)
+    read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
+  else
+    read_initial_state(state, p, item, row, l);
+  make_opaque(state);
+}

@@ -3,7 +3,7 @@
 
 #include "common/state_rows.cuh"
 #include "sm90/chunk_forward/segments/output_rows.cuh"
-#include "sm90/gated_delta/head_dims.cuh"
+#include "sm90/gated_delta/walk_block.cuh"
 
 // For a state that a loop over chunks begins with. Unless it is made of bits, the assembler lets the loop wait for all
 // products before the state is scaled.
@@ -73,6 +73,12 @@ __device__ __forceinline__ void write_own_state(State& state, const GatedDeltaPa
           state, p, row, 2 * t, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; },
           leave);
   }
+}
+
+// That of a sequence and value head.
+__device__ __forceinline__ void read_initial_state(State& state, const GatedDeltaParams& p, const Item& item,
+                                                   int row, const Lane& l) {
+  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
 }
 
 // Where a lane's parts of o or dv go, which store_output stores.

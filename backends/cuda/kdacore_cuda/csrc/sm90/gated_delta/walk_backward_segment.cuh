@@ -20,11 +20,7 @@ __device__ __forceinline__ Sequence find_read_sequence(const GatedDeltaBackwardS
 
 __device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwardSegmentParams& p,
                                             const SegmentItem& item, int row, const Lane& l) {
-  if (item.index)
-    read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
-  else
-    read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
-  make_opaque(state);
+  read_segment_start(state, p, item, row, l);
 }
 __device__ __forceinline__ void end_alone(State& state, const GatedDeltaBackwardSegmentParams& p,
                                           const SegmentItem& item, int row, const Lane& l) {

@@ -49,6 +49,18 @@ __device__ __forceinline__ void subtract_from(Products& x, const TokenOperand& v
     }
   }
 }
+// From products of the state with the keys: y, and requests u = y + y t^T, whose sums begin with y. `t`: right operand.
+__device__ __forceinline__ void begin_inverse(Products& u, TokenOperand& y, const TokenOperand& v,
+                                              const ColumnFactors& of_state, u64 t) {
+  subtract_from(u, v, of_state);
+  pack_rows(y, u);
+  fence_registers(y.a);
+  fence_registers(u);
+  warpgroup_fence();
+#pragma unroll
+  for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
+  warpgroup_commit();
+}
 __device__ __forceinline__ void pack_scaled(TokenOperand& to, const Products& x, const ColumnFactors& f) {
 #pragma unroll
   for (int j = 0; j < 2 * C_TILES; ++j) {

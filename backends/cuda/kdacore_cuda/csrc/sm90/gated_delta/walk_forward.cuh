@@ -93,7 +93,7 @@ __device__ __forceinline__ long long first_checkpoint(const GatedDeltaParams& p,
 template <class Params>
 __device__ __forceinline__ void begin_state(State& state, const Params& p, const Item& item, int row,
                                             const Lane& l) {
-  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
+  read_initial_state(state, p, item, row, l);
 }
 // Checkpoints before those that the walk writes, `every` chunks apart; chunks until its first one.
 struct CheckpointsBefore {
@@ -189,14 +189,7 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
     if constexpr (KEEPS) store_state_rows(s, own, kept.state, l);
     warpgroup_wait<1>();
     fence_registers(u);
-    subtract_from(u, v, of_state);
-    pack_rows(y, u);
-    fence_registers(y.a);
-    fence_registers(u);
-    warpgroup_fence();
-#pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
-    warpgroup_commit();
+    begin_inverse(u, y, v, of_state, t);
     end_basic_block(ring);
     const ColumnFactors of_output = load_factors(factors + OFFSET(RecordFactors, output), l);
     warpgroup_wait<1>();

@@ -69,6 +69,13 @@ __device__ __forceinline__ void copy_record(u32 to, u64 from, u32 bytes, u32 ful
   copy_in(to, reinterpret_cast<const void*>(from), bytes, full);
 }
 
+// The parts of a record that change a state alone, to `t` and `factors` of that stage. One thread.
+__device__ __forceinline__ void fetch_system(u32 t, u32 factors, u64 record, u32 full) {
+  barrier_expect(full, SQUARE_BYTES + sizeof(RecordFactors));
+  copy_record(t, record + OFFSET(ChunkRecord, images.t), SQUARE_BYTES, full);
+  copy_record(factors, record + OFFSET(ChunkRecord, factors), sizeof(RecordFactors), full);
+}
+
 // Calls load(ring) for the stage of each of `chunks` chunks; it requests the copies of what belongs to it. Calls
 // load_late(ring) for the rest, once the rows of the chunk before have been told of: it may wait. Returns the ring behind
 // the last one.

@@ -41,13 +41,8 @@ __device__ __forceinline__ void load_map(const GatedDeltaParams& p, const Segmen
   int left = x.s.length - last * C;
   load_chunks(MapRing{shared}, x.s.chunks, thread, [&](const MapRing& ring) {
     const u32 stage = ring.stage();
-    if (thread == 0) {
-      barrier_expect(ring.full(), SQUARE_BYTES + sizeof(RecordFactors));
-      copy_record(stage + OFFSET(MapStage, t), record + OFFSET(ChunkRecord, images.t), SQUARE_BYTES,
-                  ring.full());
-      copy_record(stage + OFFSET(MapStage, factors), record + OFFSET(ChunkRecord, factors),
-                  sizeof(RecordFactors), ring.full());
-    }
+    if (thread == 0)
+      fetch_system(stage + OFFSET(MapStage, t), stage + OFFSET(MapStage, factors), record, ring.full());
     k.fetch(stage + OFFSET(MapStage, k), left, thread);
     v.fetch(stage + OFFSET(MapStage, v), left, thread);
     k.move(-2), v.move(-2);

@@ -9,11 +9,7 @@
 
 __device__ __forceinline__ void begin_state(State& state, const GatedDeltaSegmentParams& p,
                                             const SegmentItem& item, int row, const Lane& l) {
-  if (item.index)
-    read_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place));
-  else
-    read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
-  make_opaque(state);
+  read_segment_start(state, p, item, row, l);
 }
 __device__ __forceinline__ CheckpointsBefore checkpoints_before(const SegmentItem& item, int every) {
   if (!item.begin) return {0, 0};

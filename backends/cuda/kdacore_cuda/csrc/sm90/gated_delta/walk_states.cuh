@@ -33,13 +33,8 @@ __device__ __forceinline__ void load_states(const GatedDeltaParams& p, const Ite
   int left = x.s.length;
   load_chunks(StatesRing{shared}, x.s.chunks, thread, [&](const StatesRing& ring) {
     const u32 stage = ring.stage();
-    if (thread == 0) {
-      barrier_expect(ring.full(), SQUARE_BYTES + sizeof(RecordFactors));
-      copy_record(stage + OFFSET(StatesStage, t), record + OFFSET(ChunkRecord, images.t), SQUARE_BYTES,
-                  ring.full());
-      copy_record(stage + OFFSET(StatesStage, factors), record + OFFSET(ChunkRecord, factors),
-                  sizeof(RecordFactors), ring.full());
-    }
+    if (thread == 0)
+      fetch_system(stage + OFFSET(StatesStage, t), stage + OFFSET(StatesStage, factors), record, ring.full());
     k.fetch(stage + OFFSET(StatesStage, k), left, thread);
     v.fetch(stage + OFFSET(StatesStage, values), left, thread);
     left -= C;
@@ -50,7 +45,7 @@ __device__ __forceinline__ void load_states(const GatedDeltaParams& p, const Ite
 // Where a walk begins and ends, of a whole sequence; walk_backward_segment.cuh has the same of a segment.
 __device__ __forceinline__ void begin_alone(State& state, const GatedDeltaBackwardParams& p, const Item& item,
                                             int row, const Lane& l) {
-  read_own_state(state, p, row, l.t, initial_state_at(p, item.n, item.hv, state_elements(p)));
+  read_initial_state(state, p, item, row, l);
 }
 __device__ __forceinline__ void end_alone(State&, const GatedDeltaBackwardParams&, const Item&, int,
                                           const Lane&) {}
@@ -101,14 +96,7 @@ __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked&
     scale_state(state, decay_to_end(p, item, factors));
     warpgroup_wait<0>();
     fence_registers(u);
-    subtract_from(u, v, of_state);
-    pack_rows(y, u);
-    fence_registers(y.a);
-    fence_registers(u);
-    warpgroup_fence();
-#pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
-    warpgroup_commit();
+    begin_inverse(u, y, v, of_state, t);
     end_basic_block(ring);
     const ColumnFactors to_end = factors_to_end(p, item, factors, l);
     warpgroup_wait<0>();

@@ -16,7 +16,7 @@ from pool_checks import pool_of, same_bits
 from test_jax import arrays_of, check, from_torch, function, ints
 
 from kdacore.types import ChunkInputs
-from kdacore_cuda import unsupported_calls
+from kdacore_cuda import gated_delta_variant, unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import kernels, launches, segments
@@ -160,7 +160,7 @@ def test_from_jax(emulated: list[str], from_jax: Device) -> None:
     assert names == names_of(emulated) and names[-1] == TO
 
 
-MARKED = kernels.Variant(marks=True)
+MARKED = gated_delta_variant.Variant(marks=True)
 KERNELS = {
     "walk": lambda: kernels.walk_kernel(1, of=MARKED),
     "whole state": lambda: kernels.walk_kernel(2, of=MARKED),

@@ -32,7 +32,7 @@ from pool_checks import pool_of, same_bits
 from test_jax_gated_delta import check_launches
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs
-from kdacore_cuda import unsupported_calls
+from kdacore_cuda import gated_delta_variant, unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.gated_delta import backward_segments, kernels, segments
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
@@ -290,7 +290,7 @@ def test_other_dtypes_are_declined() -> None:
         assert (unsupported_calls.gated_delta_dtype(r) is None) == (dtype != torch.float32)
 
 
-OF_HALF = kernels.Variant(float16=True)
+OF_HALF = gated_delta_variant.Variant(float16=True)
 KERNELS = {
     "walk": lambda: kernels.walk_kernel(1, of=OF_HALF),
     "whole state": lambda: kernels.walk_kernel(2, of=OF_HALF),

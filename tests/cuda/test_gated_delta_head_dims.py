@@ -37,7 +37,7 @@ from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
 from kdacore.types import ChunkInputs, Outputs
-from kdacore_cuda import fitted_head_dims, unsupported_calls
+from kdacore_cuda import fitted_head_dims, gated_delta_variant, unsupported_calls
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.forms.gated_delta import backward_segments, kernels, segments
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
@@ -346,7 +346,7 @@ def test_variants() -> None:
     """Heads of at most 64 have kernels of their own, but where sequences are cut into segments."""
 
     def variant(K: int, V: int, cut: bool) -> tuple[int, bool]:
-        return kernels.variant_of(request_of(OP, draw(20, dims=(K, V)), **MODEL), cut)[:2]
+        return gated_delta_variant.variant_of(request_of(OP, draw(20, dims=(K, V)), **MODEL), cut)[:2]
 
     for cut in (False, True):
         assert variant(128, 128, cut) == (128, False)
@@ -356,7 +356,9 @@ def test_variants() -> None:
     assert variant(64, 64, True) == (128, True)
 
 
-SMALL, SMALL_NARROW, NARROW = (kernels.Variant(*x) for x in ((64, False), (64, True), (128, True)))
+SMALL, SMALL_NARROW, NARROW = (
+    gated_delta_variant.Variant(*x) for x in ((64, False), (64, True), (128, True))
+)
 KERNELS = {
     "records": lambda of: kernels.records_kernel(of),
     "records beside": lambda of: kernels.records_beside_kernel(of),
@@ -385,7 +387,7 @@ USUAL = {(SMALL, "walk"), (SMALL, "backward"), (SMALL, "grads"), (NARROW, "walk"
         if of.size == 128 or name not in OF_WIDE_STATES
     ],
 )
-def test_products_overlap(of: kernels.Variant, name: str) -> None:
+def test_products_overlap(of: gated_delta_variant.Variant, name: str) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers. Kernels
     of the usual head dim spill nothing."""
     built = compile_kernel(KERNELS[name](of).source, "sm_90a")

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
+from kdacore_cuda.gated_delta_variant import state_parts
 from kdacore_cuda.kernel_parameters import ORDERED_SEQUENCES, STEP_TOKENS
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
 
@@ -250,15 +251,6 @@ def use_cut_backward(items: int, multiprocessors: int) -> bool:
     chunks one after another, in two walks, instead of 128.
     """
     return 8 * items <= multiprocessors
-
-
-PART_VALUES = 64
-"""Value rows of a state that a warpgroup carries."""
-
-
-def state_parts(r: Request) -> int:
-    """Such parts of a state: 1 if heads have at most 64 channels and values, else 2."""
-    return 1 if max(r.K, r.V) <= PART_VALUES else 2
 
 
 def use_records_beside(r: Request, multiprocessors: int) -> bool:

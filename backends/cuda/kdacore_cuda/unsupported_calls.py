@@ -17,6 +17,7 @@ from kdacore.ops import POOL_FEATURES
 from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
 from kdacore_cuda.fitted_head_dims import SIZE, blocks_of, is_fitted
+from kdacore_cuda.gated_delta_variant import PACKAGED, variant_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 HALVES = ("bfloat16", "float16")
@@ -76,8 +77,6 @@ def gated_delta_variant(request: Request) -> Reason | None:
     """Only the usual head dims and dtypes of the gated delta rule have packaged machine code."""
     if _has_compiler():
         return None
-    from kdacore_cuda.forms.gated_delta.kernels import PACKAGED, variant_of
-
     made = dataclasses.replace(request, K=SIZE, V=SIZE) if is_fitted(request) else request
     if variant_of(made, cut=False) in PACKAGED:
         return None

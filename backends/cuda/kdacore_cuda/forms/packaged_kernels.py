@@ -16,6 +16,7 @@ from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 from kdacore_cuda.forms.segments import kernels as segments
 from kdacore_cuda.forms.slices import kernels as slices
 from kdacore_cuda.forms.stages import kernels as stages
+from kdacore_cuda.gated_delta_variant import PACKAGED, Variant, cut_variant
 from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
@@ -62,7 +63,7 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(segments.output_kernel, (2,), _EITHER, _EITHER),
         _each(dataflow.prepare_units_kernel, _EITHER, _NO),
         _each(dataflow.walk_kernel),
-        *chain.from_iterable(map(_of_gated_delta, gated_delta.PACKAGED)),
+        *chain.from_iterable(map(_of_gated_delta, PACKAGED)),
         _each(gated_delta.sums_kernel),
         _each(slices.transition_kernel, _BLOCKS),
         _each(slices.starts_kernel, _BLOCKS),
@@ -72,13 +73,13 @@ def _of_hopper() -> list[Iterator[Kernel]]:
     ]
 
 
-def _of_gated_delta(of: gated_delta.Variant) -> Iterator[Iterator[Kernel]]:
+def _of_gated_delta(of: Variant) -> Iterator[Iterator[Kernel]]:
     """The kernels of a variant: those of calls with checkpoints at chosen tokens, or of all others."""
     either, warpgroups = (_NO if of.marks else _EITHER), range(1, of.blocks() + 1)
     yield _each(gated_delta.walk_kernel, warpgroups, either, (of,))
     yield _each(gated_delta.walk_beside_kernel, (of,))
     yield _each(gated_delta.making_kernel, (of,))
-    in_segments = gated_delta.cut_variant(of)
+    in_segments = cut_variant(of)
     segments = (in_segments,), _NO if of.marks or of.size == 64 else _EITHER  # of a slice of a row, or not
     yield _each(gated_delta.first_segments_kernel, *segments)
     yield _each(gated_delta.later_segments_kernel, *segments)

@@ -20,14 +20,13 @@ from kdacore_cuda.forms.chunk_numbers import chunk_slots
 from kdacore_cuda.forms.gated_delta.backward_segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.gradient_launches import GradientLaunches
 from kdacore_cuda.forms.gated_delta.kernels import (
-    Variant,
     backward_walk_kernel,
     records_kernel,
-    variant_of,
 )
 from kdacore_cuda.forms.gated_delta.launches import call_numbers
 from kdacore_cuda.forms.gated_delta.workspace import SAVED, UNIT_ARRAYS, places
 from kdacore_cuda.forms.launches import Launches, made_once
+from kdacore_cuda.gated_delta_variant import Variant, variant_of
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Clear, Launch, Program, Value
 

@@ -18,13 +18,13 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK
 from kdacore_cuda.forms.gated_delta.kernels import (
-    Variant,
     inner_segments_kernel,
     outer_segments_kernel,
 )
 from kdacore_cuda.forms.gated_delta.segment_lengths import lengths_for
 from kdacore_cuda.forms.gated_delta.segments import Cut, slots_of
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
+from kdacore_cuda.gated_delta_variant import Variant
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Launch, Value
 

@@ -9,8 +9,12 @@ from typing import NamedTuple
 from kdacore.types import InputGrads, Request
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
-from kdacore_cuda.forms.gated_delta.kernels import Variant, grads_kernel, sums_kernel
+from kdacore_cuda.forms.gated_delta.kernels import (
+    grads_kernel,
+    sums_kernel,
+)
 from kdacore_cuda.forms.launches import TOKENS
+from kdacore_cuda.gated_delta_variant import Variant
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import type_code
 from kdacore_cuda.runtime.device_figures import multiprocessors_of

@@ -14,19 +14,18 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
-    Variant,
     making_kernel,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
     to_checkpoints_kernel,
-    variant_of,
     walk_beside_kernel,
     walk_kernel,
 )
 from kdacore_cuda.forms.gated_delta.segments import cut_of, numbers_of, steps_of
 from kdacore_cuda.forms.gated_delta.workspace import RECORD_FLAGS_BYTES, SAVED, places
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, arguments_of, made_once
+from kdacore_cuda.gated_delta_variant import Variant, variant_of
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of

@@ -16,7 +16,6 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
 from kdacore_cuda.forms.gated_delta.kernels import (
-    Variant,
     first_segments_kernel,
     later_segments_kernel,
 )
@@ -25,6 +24,7 @@ from kdacore_cuda.forms.launches import arguments_of
 from kdacore_cuda.forms.segments.kernels import chain_kernel, output_begins_early
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
 from kdacore_cuda.forms.segments.workspace import MAP_BYTES, START_BYTES
+from kdacore_cuda.gated_delta_variant import Variant
 from kdacore_cuda.kernel_parameters import FLAGS, SEGMENTS
 from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Launch, Value

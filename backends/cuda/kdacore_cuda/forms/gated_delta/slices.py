@@ -25,13 +25,11 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_slots
 from kdacore_cuda.forms.gated_delta.gradient_launches import GradientLaunches
 from kdacore_cuda.forms.gated_delta.kernels import (
-    Variant,
     first_segments_kernel,
     inner_segments_kernel,
     later_segments_kernel,
     outer_segments_kernel,
     records_kernel,
-    variant_of,
 )
 from kdacore_cuda.forms.gated_delta.launches import call_numbers
 from kdacore_cuda.forms.gated_delta.workspace import places
@@ -50,6 +48,7 @@ from kdacore_cuda.forms.slices.halves import (
     transition_step,
 )
 from kdacore_cuda.forms.slices.kernels import chain_kernel, slice_gradient_kernel
+from kdacore_cuda.gated_delta_variant import Variant, variant_of
 from kdacore_cuda.kernel_parameters import FLAGS
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Clear, Launch, Program, Value

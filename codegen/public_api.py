@@ -46,23 +46,39 @@ Argument = ArrayArgument | Arrays | Option
 
 WIDTH = 110
 ORDER = (
-    "A_log", "dt_bias", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "conv_weight", "conv_bias", "conv_state", "conv_indices", "conv_windows", "A_log", "dt_bias", "scale",
+    "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound", "state_v_first", "cu_seqlens",
     "cu_seqlens_cpu", "state_indices", "num_accepted_tokens", "has_initial_state", "inplace_state", "null_index",
     "write_indices", "write_pool", "checkpoint_offsets", "checkpoint_indices", "read_only_state", "records",
-    "record_indices", "num_replayed", "out", "disable_recompute", "checkpoint_every", "cp",
+    "record_indices", "num_replayed", "z", "norm_weight", "norm_eps", "norm_activation", "out", "disable_recompute",
+    "checkpoint_every", "cp",
 )  # fmt: skip
 """Keywords in the order of the signatures. Those that are not named here follow, as the definitions have them."""
-ANNOTATIONS = {"flag": "bool", "number": "float | None", "count": "int | None", "ranks": "Any"}
+ANNOTATIONS = {
+    "flag": "bool",
+    "number": "float | None",
+    "count": "int | None",
+    "choice": "str",
+    "ranks": "Any",
+}
 CONSTANTS = {
     "chunk_kda": "_CHUNK_KDA",
     "chunk_gated_delta_rule": "_CHUNK_GDN",
     "fused_recurrent_kda": "_RECURRENT_KDA",
     "fused_recurrent_gated_delta_rule": "_RECURRENT_GDN",
+    "fused_decode_kda": "_DECODE_KDA",
+    "fused_decode_gated_delta_rule": "_DECODE_GDN",
     "commit_records": "_COMMIT",
     "kda_gate": "_GATE",
 }
-CALLS = {"chunk": "_chunk", "recurrent": "_recurrent", "commit": "_commit", "gate": "dispatch.call"}
+CALLS = {
+    "chunk": "_chunk",
+    "recurrent": "_recurrent",
+    "decode": "_recurrent",
+    "commit": "_commit",
+    "gate": "dispatch.call",
+}
 KINDS = ("Tensor", "NDArray[Any]", "jax.Array")
 
 
@@ -89,8 +105,15 @@ def stub() -> str:
     for name in CONSTANTS:
         op = OPS[name]
         for kind in KINDS:
-            if op.family in ("gate", "commit"):
+            if op.family == "gate":
                 overloads.append(_overload(op, kind, kind, {}))
+                continue
+            if op.family == "commit":
+                overloads.append(_overload(op, kind, kind, {"conv_state": "None = ..."}))
+                overloads.append(_overload(op, kind, f"tuple[{kind}, {kind}]", {"conv_state": kind}))
+                continue
+            if op.family == "decode" and "jax" in kind:  # as many results as arrays would be written
+                overloads.append(_overload(op, kind, "Any", {}))
                 continue
             results = f"{kind}, {kind} | None"
             more = _more_results(op, kind)
@@ -155,7 +178,8 @@ def _signature(op: OpDef) -> str:
     lines.append("*,")
     for a in _keywords(op):
         if isinstance(a, Option):
-            lines.append(f"{a.name}: {ANNOTATIONS[a.kind]} = {a.default!r},")
+            default = f'"{a.default}"' if isinstance(a.default, str) else repr(a.default)
+            lines.append(f"{a.name}: {ANNOTATIONS[a.kind]} = {default},")
         else:
             lines.append(f"{a.name}: {_annotation(a, 'Array')} | None = None,")
     lines += ["backend: str | None = None,", "**unknown: object,"]

@@ -20,6 +20,8 @@ _CHUNK_KDA = OPS["chunk_kda"]
 _CHUNK_GDN = OPS["chunk_gated_delta_rule"]
 _RECURRENT_KDA = OPS["fused_recurrent_kda"]
 _RECURRENT_GDN = OPS["fused_recurrent_gated_delta_rule"]
+_DECODE_KDA = OPS["fused_decode_kda"]
+_DECODE_GDN = OPS["fused_decode_gated_delta_rule"]
 _COMMIT = OPS["commit_records"]
 _GATE = OPS["kda_gate"]
 
@@ -549,6 +551,338 @@ def fused_recurrent_gated_delta_rule(
     )
 
 
+def fused_decode_kda(
+    x: Array,
+    g: Array,
+    beta: Array,
+    initial_state: Array,
+    *,
+    conv_weight: Array | None = None,
+    conv_bias: Array | None = None,
+    conv_state: Array | None = None,
+    conv_indices: Array | None = None,
+    conv_windows: Array | None = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_cpu: Array | None = None,
+    state_indices: Array | None = None,
+    num_accepted_tokens: Array | None = None,
+    has_initial_state: Array | None = None,
+    inplace_state: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    write_pool: Array | None = None,
+    read_only_state: bool = False,
+    records: tuple[Array, Array, Array] | None = None,
+    record_indices: Array | None = None,
+    num_replayed: Array | None = None,
+    z: Array | None = None,
+    norm_weight: Array | None = None,
+    norm_eps: float | None = 1e-05,
+    norm_activation: str = "sigmoid",
+    out: Array | None = None,
+    backend: str | None = None,
+    **unknown: object,
+) -> Any:
+    """The step that servers decode with: short causal convolution, SiLU, Kimi Delta Attention, gated norm.
+
+    Equal, within the bounds of numerics, to the chain of its parts in float32 without rounding between them:
+
+        y = silu(conv(x) + conv_bias)                    # each channel over its last w tokens
+        q, k, v = y                                      # H*K, H*K and HV*V channels
+        o = fused_recurrent_kda(q, k, v, g, beta)        # l2norm, gate and sigmoid by the flags
+        o = o / sqrt(mean(o*o) + norm_eps) * norm_weight * act(z)
+
+    The convolution's last tokens are kept in ``conv_state`` as states are in their pool. Not differentiable.
+
+    Args:
+        x: ``[B, T, D]``, float32, bfloat16 or float16 (float64 on the reference backend): the channels of q,
+            k and v in that order, ``D = 2*H*K + HV*V``, before the convolution. 1 to 16 tokens a sequence.
+            HV, K and V are those of ``initial_state``, and H follows.
+        g: ``[B, T, HV, K]``, any float dtype. The log decay (natural log, <= 0), or the raw gate input with
+            ``use_gate_in_kernel``.
+        beta: ``[B, T, HV]``, any float dtype. In (0, 1), or logits with ``use_beta_sigmoid_in_kernel``.
+        initial_state: the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with
+            ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.
+        conv_weight: ``[D, w]``, w of 2 to 4, any float dtype: a causal convolution of each channel, then
+            SiLU. None: x comes convolved, and there is no ``conv_state``.
+        conv_bias: ``[D]``, any float dtype, added before the SiLU.
+        conv_state: the pool ``[P, D, L]`` of x before the convolution, dtype of x, any strides,
+            ``L >= w - 1``: columns 0 to w - 2 hold the last tokens of each sequence, oldest first. Written
+            with ``inplace_state``. Candidates that write their states, or records, need ``L >= w + T - 2``,
+            unless ``conv_windows`` is given: their tokens stay in the row, and the next call reads from
+            column ``num_accepted_tokens - 1``, or ``num_replayed - 1``.
+        conv_indices: ``[N]`` int32 or int64 rows of ``conv_state``; ``state_indices``, or its first column,
+            by default. An entry that names no slot reads zeros and writes nothing.
+        conv_windows: ``[R, T, w - 1, D]``, dtype of x: receives the window after each candidate, and
+            ``conv_state`` stays but for what is replayed. Row ``record_indices[n]`` for sequence n, row n
+            without. A next call that gives ``num_accepted_tokens`` or ``num_replayed`` reads its window here.
+        A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
+        scale: factor on the output; ``K ** -0.5`` when None. 0, or 1e-30 to 1e30 in size.
+        output_final_state: return the state after the last token of each sequence.
+        use_qk_l2norm_in_kernel: replace q and k by ``x / sqrt(sum(x*x) + 1e-6)`` over K.
+        use_gate_in_kernel: compute the log decay from ``x = g + dt_bias``: ``-exp(A_log) * softplus(x)``, or
+            ``lower_bound * sigmoid(exp(A_log) * x)`` when ``lower_bound`` is given.
+        use_beta_sigmoid_in_kernel: apply ``sigmoid`` to beta, in float32.
+        allow_neg_eigval: ``2 * sigmoid(beta)`` instead.
+        safe_gate: promise that every log decay lies in ``[lower_bound, 0]``; needs ``lower_bound``. A
+            property of the model, not a speed switch.
+        lower_bound: the bound, in ``[-5, 0)`` with ``safe_gate``, else any negative number of 1e-30 to 1e30
+            in size.
+        state_v_first: states are ``[N, HV, V, K]``.
+        cu_seqlens: ``[N+1]`` int32 or int64 offsets of packed sequences, from 0 to at most T; then
+            ``B == 1``. Sequences may be empty. Tokens from ``cu_seqlens[-1]`` on are padding and belong to no
+            sequence: they are not read, their rows of a new ``o`` and their gradients are zero, and ``out``
+            is not written there.
+        cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
+            with them.
+        state_indices: int32 or int64. ``[N]``: the pool row of each sequence. ``[N, W]`` with
+            ``num_accepted_tokens``: a row for each candidate token. A sequence that would start from a
+            negative index, or from ``null_index``, has no slot and is padding: its ``o`` and final state are
+            zero and nothing is written for it.
+        num_accepted_tokens: ``[N]`` int32 or int64, for speculative decoding: sequence n starts from the
+            state in row ``state_indices[n, num_accepted_tokens[n] - 1]`` (from zeros for 0).
+        has_initial_state: ``[N]`` bool; sequences where it is False start from zeros, whatever their row
+            holds.
+        inplace_state: write final states into the pool; rows not named stay bitwise as they were. JAX arrays
+            cannot be written: there the updated pool is returned as the final state.
+        null_index: a row number, besides the negative ones, that names no slot.
+        write_indices: int32 or int64 rows that ``inplace_state`` writes, ``state_indices`` by default.
+            ``[N]``: the final state of each sequence. ``[N, W]``: the state after token t goes to row
+            ``write_indices[n, t]``. Entries that name no slot write nothing. A row that one sequence writes
+            must not be read or written by another.
+        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
+            default.
+        read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32, any strides;
+            messages name them ``record_update``, ``record_key`` and ``record_decay``. What each token of a
+            call does to the state is written here, ``n`` tokens at most, and the state stays as it was before
+            them. Needs ``state_indices [N]``, ``record_indices`` and ``inplace_state``.
+        record_indices: ``[N]`` int32 or int64: the row of the records of each sequence. Where it is negative,
+            or ``null_index``, the sequence has none: it decodes and writes its state as without records.
+        num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row, the first ones, precede
+            this call (candidates that were accepted); all 0 when None. They are applied to the state first,
+            which is rounded to the pool's dtype and written. 0 after a prefill, a plain decode or a
+            :func:`commit_records`.
+        z: ``[B, T, HV, V]``, any float dtype: the normalised output is multiplied by its activation. Needs
+            ``norm_weight``.
+        norm_weight: ``[V]`` or ``[HV, V]``, any float dtype: o becomes
+            ``o / sqrt(mean(o*o) + norm_eps) * norm_weight``, the mean over V. None: o as it is.
+        norm_eps: added to the mean square in the norm; 1e-30 to 1e30. Only with ``norm_weight``.
+        norm_activation: ``sigmoid`` or ``silu`` of z. Only with ``z``.
+        out: ``[B, T, HV, V]`` in x's dtype, written and returned as ``o``. Neither it nor what else the call
+            writes may overlap itself or another argument.
+        backend: force one backend; see :func:`kdacore.explain` for what each can serve.
+
+    Returns:
+        ``(o, final_state)``. ``o`` is ``[B, T, HV, V]`` in x's dtype. ``final_state`` is None unless
+        ``output_final_state``; with ``inplace_state`` it is the pool that was written. JAX arrays cannot be written:
+        with ``inplace_state`` the new ones follow, of those that were given ``conv_state``, ``conv_windows`` and
+        ``records``.
+
+    Raises:
+        ContractError, UnsupportedError, BackendBuildError: as :func:`chunk_kda`.
+
+    Source: arXiv 2510.26692, section 4.
+
+    Examples:
+        >>> import numpy as np, kdacore
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.standard_normal((2, 1, 3 * 2 * 16), dtype=np.float32)
+        >>> g, beta = -rng.random((2, 1, 2, 16), dtype=np.float32), rng.random((2, 1, 2), dtype=np.float32)
+        >>> pool, conv = np.zeros((5, 2, 16, 16), np.float32), np.zeros((5, 96, 3), np.float32)
+        >>> o, _ = kdacore.fused_decode_kda(
+        ...     x, g, beta, pool, conv_weight=rng.standard_normal((96, 4), dtype=np.float32), conv_state=conv,
+        ...     state_indices=np.array([3, 1]), inplace_state=True, use_qk_l2norm_in_kernel=True,
+        ...     norm_weight=np.ones(16, np.float32), z=rng.standard_normal((2, 1, 2, 16), dtype=np.float32))
+        >>> o.shape, [bool(pool[i].any() and conv[i, :, 2].any()) for i in range(5)]
+        ((2, 1, 2, 16), [False, True, False, True, False])
+    """
+    if unknown:
+        raise _unknown_keywords("fused_decode_kda", unknown)
+    record_update, record_key, record_decay = _arrays_of("fused_decode_kda", "records", records, 3)
+    return _recurrent(
+        _DECODE_KDA,
+        (
+            x,
+            g,
+            beta,
+            initial_state,
+            A_log,
+            dt_bias,
+            conv_weight,
+            conv_bias,
+            conv_state,
+            conv_indices,
+            conv_windows,
+            z,
+            norm_weight,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            state_indices,
+            num_accepted_tokens,
+            out,
+            has_initial_state,
+            write_indices,
+            write_pool,
+            record_update,
+            record_key,
+            record_decay,
+            record_indices,
+            num_replayed,
+        ),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            state_v_first,
+            inplace_state,
+            null_index,
+            read_only_state,
+            norm_eps,
+            norm_activation,
+        ),
+        backend,
+    )
+
+
+def fused_decode_gated_delta_rule(
+    x: Array,
+    g: Array,
+    beta: Array,
+    initial_state: Array,
+    *,
+    conv_weight: Array | None = None,
+    conv_bias: Array | None = None,
+    conv_state: Array | None = None,
+    conv_indices: Array | None = None,
+    conv_windows: Array | None = None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | None = None,
+    cu_seqlens_cpu: Array | None = None,
+    state_indices: Array | None = None,
+    num_accepted_tokens: Array | None = None,
+    has_initial_state: Array | None = None,
+    inplace_state: bool = False,
+    null_index: int | None = None,
+    write_indices: Array | None = None,
+    write_pool: Array | None = None,
+    read_only_state: bool = False,
+    records: tuple[Array, Array, Array] | None = None,
+    record_indices: Array | None = None,
+    num_replayed: Array | None = None,
+    z: Array | None = None,
+    norm_weight: Array | None = None,
+    norm_eps: float | None = 1e-05,
+    norm_activation: str = "silu",
+    out: Array | None = None,
+    backend: str | None = None,
+    **unknown: object,
+) -> Any:
+    """The step that servers decode with, of the gated delta rule: :func:`fused_decode_kda` with one decay for each
+    head.
+
+    Args:
+        g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
+        dt_bias: ``[HV]``.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32, any strides: as the
+            records of :func:`fused_recurrent_kda`, with one decay a head.
+
+    Everything else, the results and the errors are those of :func:`fused_decode_kda`.
+
+    Source: arXiv 2412.06464.
+
+    Examples:
+        >>> import numpy as np, kdacore
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.standard_normal((2, 1, 2 * 1 * 16 + 2 * 16), dtype=np.float32)
+        >>> g, beta = -rng.random((2, 1, 2), dtype=np.float32), rng.random((2, 1, 2), dtype=np.float32)
+        >>> states = np.zeros((2, 2, 16, 16), np.float32)
+        >>> o, final = kdacore.fused_decode_gated_delta_rule(x, g, beta, states, output_final_state=True)
+        >>> o.shape, final.shape
+        ((2, 1, 2, 16), (2, 2, 16, 16))
+    """
+    if unknown:
+        raise _unknown_keywords("fused_decode_gated_delta_rule", unknown)
+    record_update, record_key, record_decay = _arrays_of(
+        "fused_decode_gated_delta_rule", "records", records, 3
+    )
+    return _recurrent(
+        _DECODE_GDN,
+        (
+            x,
+            g,
+            beta,
+            initial_state,
+            A_log,
+            dt_bias,
+            conv_weight,
+            conv_bias,
+            conv_state,
+            conv_indices,
+            conv_windows,
+            z,
+            norm_weight,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            state_indices,
+            num_accepted_tokens,
+            out,
+            has_initial_state,
+            write_indices,
+            write_pool,
+            record_update,
+            record_key,
+            record_decay,
+            record_indices,
+            num_replayed,
+        ),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            lower_bound,
+            state_v_first,
+            inplace_state,
+            null_index,
+            read_only_state,
+            norm_eps,
+            norm_activation,
+        ),
+        backend,
+    )
+
+
 def commit_records(
     initial_state: Array,
     state_indices: Array,
@@ -556,6 +890,9 @@ def commit_records(
     record_indices: Array,
     num_replayed: Array,
     *,
+    conv_state: Array | None = None,
+    conv_indices: Array | None = None,
+    conv_windows: Array | None = None,
     state_v_first: bool = False,
     null_index: int | None = None,
     write_indices: Array | None = None,
@@ -582,6 +919,11 @@ def commit_records(
             it is negative, or ``null_index``.
         num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row are applied, from the first
             on.
+        conv_state: ``[P, D, L]``: the pool of convolution states, where the records are those of a fused
+            decode op. Without ``conv_windows`` each row is moved by ``num_replayed - 1`` columns to the left.
+        conv_indices: ``[N]`` int32 or int64 rows of ``conv_state``; ``state_indices`` by default.
+        conv_windows: ``[R, T, w - 1, D]``: the windows that the calls have left; the one after the last
+            record that is applied goes to columns 0 to w - 2 of ``conv_state``.
         state_v_first: states are ``[N, HV, V, K]``.
         null_index: a row number, besides the negative ones, that names no slot.
         write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default; with 0
@@ -589,7 +931,8 @@ def commit_records(
         backend: force one backend; see :func:`kdacore.explain` for what each can serve.
 
     Returns:
-        The pool that was written, in the dtype it has; of JAX arrays, which cannot be written, a new one.
+        The pool that was written, in the dtype it has, or with ``conv_state`` ``(pool, conv_state)``; of JAX
+        arrays, which cannot be written, new ones.
 
     Raises:
         ContractError, UnsupportedError, BackendBuildError: as :func:`chunk_kda`.
@@ -619,6 +962,9 @@ def commit_records(
             record_indices,
             num_replayed,
             write_indices,
+            conv_state,
+            conv_indices,
+            conv_windows,
         ),
         (
             state_v_first,
@@ -740,9 +1086,11 @@ def _chunk(
 def _recurrent(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     result = dispatch.call(opdef, arrays, options, backend)
     if len(result) > 4 and result[4]:  # new arrays in place of those that cannot be written
-        return result[0], result[1], tuple(result[4])
+        names = [n for n in opdef.written(arrays, options) if n not in ("initial_state", "write_pool")]
+        return (*result[:2], *opdef.keywords(dict(zip(names, result[4], strict=True))).values())
     return result[0], result[1]
 
 
 def _commit(opdef: Any, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
-    return dispatch.call(opdef, arrays, options, backend)[0]
+    result = dispatch.call(opdef, arrays, options, backend)
+    return result[0] if result[1] is None else (result[0], result[1])

@@ -57,7 +57,7 @@ class Feature:
 
     name: str
     change: dict[str, Any] = field(hash=False)
-    families: tuple[str, ...] = ("chunk", "recurrent")
+    families: tuple[str, ...] = ("chunk", "recurrent", "decode")
     kinds: tuple[ArrayKind, ...] = ("numpy", "torch", "jax")
     ops: tuple[str, ...] = ()
     """Only these ops, when given."""
@@ -81,7 +81,7 @@ class Answer:
     """``yes``, ``no: codes``, the places it serves, or ``-`` where the question does not arise."""
 
 
-_ALL = ("chunk", "recurrent", "gate", "stage")
+_ALL = ("chunk", "recurrent", "decode", "gate", "stage")
 _HEADED = ("kda_chunk_intra", "kda_recompute_w_u", "delta_rule_chunk_state", "kda_chunk_output")
 _UNBOUNDED = {"use_gate_in_kernel": True, "lower_bound": None, "safe_gate": None}
 _SAFE = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
@@ -91,6 +91,8 @@ _PARAMETERS = {"A_log": True, "dt_bias": "matrix"}
 """What asks the stage of the gate to compute it."""
 _POOL = {"pool": "indexed", "pool_rows": 8}
 _INPLACE = {"inplace_state": True, "output_final_state": True}
+_DECODING = ("recurrent", "decode")
+_CANDIDATES = {"pool": "accepted_inplace", **_INPLACE}
 
 
 def _all_in(dtype: str) -> dict[str, Any]:
@@ -114,10 +116,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("q and k normalised", {"use_qk_l2norm_in_kernel": True}),
     Feature("beta logits", {"use_beta_sigmoid_in_kernel": True}),
     Feature("negative eigenvalues", {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}),
-    Feature("grouped heads (GVA)", {"HV": 4}, ("chunk", "recurrent")),
+    Feature("grouped heads (GVA)", {"HV": 4}),
     Feature("grouped heads (GVA)", {"HV": 4}, ("stage",), ops=_HEADED[:2] + _HEADED[3:]),
     Feature("packed sequences", {"B": 1, "lengths": (100, 0, 156)}, ("chunk", "stage")),
-    Feature("packed sequences", {"B": 1, "T": 3, "lengths": (1, 0, 2)}, ("recurrent",)),
+    Feature("packed sequences", {"B": 1, "T": 3, "lengths": (1, 0, 2)}, ("recurrent", "decode")),
     Feature("gradients", {"requires_grad": True}, ("chunk", "recurrent", "gate"), ("torch",)),
     Feature(
         "jit, vmap and grad",
@@ -143,30 +145,49 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("checkpoints", {"checkpoint_every": 64}, ("chunk",)),
     Feature("disable_recompute", {"disable_recompute": True, "requires_grad": True}, ("chunk",), ("torch",)),
-    Feature("16 tokens a sequence", {"T": 16}, ("recurrent",)),
+    Feature("16 tokens a sequence", {"T": 16}, ("recurrent", "decode")),
     Feature("long sequences", {"T": 1024}, ("recurrent",)),
     Feature("state pool", _POOL),
     Feature("in-place pool", {**_POOL, **_INPLACE}),
     Feature("null slots", {**_POOL, "null_index": 0}),
     Feature("states from zeros (has_initial_state)", {"pool": "fresh_whole"}),
     Feature("rows to write", {**_POOL, **_INPLACE, "pool": Pool(writes=1)}),
+    Feature("rows to write, one a token", {"T": 4, **_POOL, **_INPLACE, "pool": Pool(writes=2)}, _DECODING),
     Feature(
-        "rows to write, one a token", {"T": 4, **_POOL, **_INPLACE, "pool": Pool(writes=2)}, ("recurrent",)
+        "pool to write", {**_INPLACE, "pool": "written_only", "write_pool_rows": 8}, ("chunk", "recurrent")
     ),
-    Feature("pool to write", {**_INPLACE, "pool": "written_only", "write_pool_rows": 8}),
+    Feature(
+        "pool to write", {**_INPLACE, "pool": "other_pool_same_rows", "write_pool_rows": 16}, ("decode",)
+    ),
     Feature(
         "checkpoints at chosen tokens",
         {**_POOL, **_INPLACE, "pool": "checkpoints", "pool_rows": 16},
         ("chunk",),
     ),
     Feature(
-        "records of candidates", {"T": 4, **_POOL, **_INPLACE, "pool": Pool(records=True)}, ("recurrent",)
+        "records of candidates",
+        {"T": 4, **_POOL, **_INPLACE, "pool": Pool(inplace=True, records=True)},
+        _DECODING,
     ),
     Feature("accepted tokens", {"T": 4, "pool": "accepted", "inplace_state": True}, ("recurrent",)),
+    Feature("accepted tokens", {"T": 4, **_CANDIDATES}, ("decode",)),
+    Feature("windows of candidates", {"T": 4, **_CANDIDATES, "conv_windows": True}, ("decode",)),
+    Feature("x convolved already", {"conv_width": 0}, ("decode",)),
+    Feature("bias of the convolution", {"conv_bias": True}, ("decode",)),
+    Feature("rows of the convolution", {"conv_indices": True}, ("decode",)),
+    Feature("norm of the output", {"norm": "vector"}, ("decode",)),
+    Feature("gated norm, sigmoid", {"norm": "vector", "z": True, "norm_activation": "sigmoid"}, ("decode",)),
+    Feature(
+        "gated norm, SiLU",
+        {"norm": "heads", "z": True, "norm_activation": "silu", "norm_eps": 1e-6},
+        ("decode",),
+    ),
+    Feature("convolution states", {"conv_state_given": True, "conv_indices": True}, ("commit",)),
+    Feature("windows of candidates", {"conv_state_given": True, "conv_windows": True}, ("commit",)),
     Feature(
         "read-only pool",
         {"T": 4, **_POOL, "read_only_state": True, "output_final_state": None},
-        ("recurrent",),
+        _DECODING,
     ),
     Feature("out given", {"out": True}, kinds=("numpy", "torch")),
     *(Feature(f"K = V = {n}", {"K": n, "V": n}) for n in (16, 64, 128, 256)),
@@ -211,11 +232,11 @@ def plain_calls(op: str) -> tuple[CallDescription, ...]:
     first = CallDescription(op=op, shape=_USUAL_SIZES, index_dtype="int32")
     if family == "stage":  # the gate stage sums decays that are given
         first = first.changed(A_log=False, dt_bias="")
-    if family == "recurrent":
+    if family in _DECODING:
         first = first.changed(B=4, T=1, output_final_state=True)
     if family == "commit":
         first = first.changed(B=4, T=1, pool=Pool(inplace=True, records=True))
-    return tuple(first.changed(**c) for c in _PLAIN["chunk" if family == "recurrent" else family])
+    return tuple(first.changed(**c) for c in _PLAIN["chunk" if family in _DECODING else family])
 
 
 def places_of(backend: Backend, machine: Machine) -> tuple[Place, ...]:

@@ -125,7 +125,7 @@ class Request:
     V: int
     N: int
     dtype: str
-    """dtype of q, k, v (of g for ``kda_gate`` and ``kda_chunk_gate``)."""
+    """dtype of q, k, v; of x for the fused decode ops, of g for ``kda_gate`` and ``kda_chunk_gate``."""
     state_dtype: str
     """dtype of every state this call reads or returns: ``float32``, ``bfloat16``, or ``float64`` for float64 inputs."""
     tensors: tuple[tuple[str, TensorSpec], ...] = ()
@@ -162,6 +162,10 @@ class Request:
     """Length of ``checkpoint_offsets``; 0 when it was not given."""
     inplace_state: bool = False
     read_only_state: bool = False
+    norm_eps: float = 0.0
+    """Fused decode ops: what the norm of the output adds to the mean square; 0 without ``norm_weight``."""
+    norm_activation: str = ""
+    """Fused decode ops: ``sigmoid`` or ``silu`` of ``z``; empty without."""
     chunk_size: int = 64
     """Stage ops only."""
     batch_invariant: bool = False
@@ -235,7 +239,17 @@ LENGTH_FIELDS: tuple[int, ...] = tuple([Request._fields.index(name) for name in 
 TENSORS_FIELD: int = Request._fields.index("tensors")  # type: ignore[attr-defined]
 _TABLES = frozenset({"state_indices", "write_indices"})
 """Arrays whose second axis, where they have one, is a length of its own."""
-_WHOLE = frozenset({"record_update", "record_key", "record_decay"})
+_WHOLE = frozenset(
+    {
+        "record_update",
+        "record_key",
+        "record_decay",
+        "conv_weight",
+        "conv_state",
+        "conv_windows",
+        "norm_weight",
+    }
+)
 """Arrays with sizes that are neither lengths nor fields of a request."""
 
 
@@ -353,6 +367,37 @@ class RecurrentInputs(NamedTuple):
     num_replayed: Array | None = None
 
 
+class DecodeInputs(NamedTuple):
+    """Arrays of ``fused_decode_kda`` and ``fused_decode_gated_delta_rule``."""
+
+    x: Array
+    g: Array
+    beta: Array
+    initial_state: Array
+    A_log: Array | None = None
+    dt_bias: Array | None = None
+    conv_weight: Array | None = None
+    conv_bias: Array | None = None
+    conv_state: Array | None = None
+    conv_indices: Array | None = None
+    conv_windows: Array | None = None
+    z: Array | None = None
+    norm_weight: Array | None = None
+    cu_seqlens: Array | None = None
+    cu_seqlens_cpu: Array | None = None
+    state_indices: Array | None = None
+    num_accepted_tokens: Array | None = None
+    out: Array | None = None
+    has_initial_state: Array | None = None
+    write_indices: Array | None = None
+    write_pool: Array | None = None
+    record_update: Array | None = None
+    record_key: Array | None = None
+    record_decay: Array | None = None
+    record_indices: Array | None = None
+    num_replayed: Array | None = None
+
+
 class CommitInputs(NamedTuple):
     """Arrays of ``commit_records``."""
 
@@ -364,6 +409,9 @@ class CommitInputs(NamedTuple):
     record_indices: Array
     num_replayed: Array
     write_indices: Array | None = None
+    conv_state: Array | None = None
+    conv_indices: Array | None = None
+    conv_windows: Array | None = None
 
 
 class GateInputs(NamedTuple):
@@ -456,6 +504,7 @@ class CommitOutputs(NamedTuple):
     """What ``forward`` of ``commit_records`` returns: the arrays that were written, or for JAX new ones."""
 
     pool: Array
+    conv_state: Array | None = None
 
 
 class OutputGrads(NamedTuple):

@@ -124,8 +124,7 @@ class LengthChecks:
 
 
 def _shape_of_values(request: Request) -> tuple[int, ...]:
-    shape: tuple[int, ...] = request.tensors[2][1].shape  # q, k and v are always given
-    return shape
+    return request.B, request.T, request.HV, request.V
 
 
 def _shape_of_gates(request: Request) -> tuple[int, ...]:

@@ -33,7 +33,8 @@ class RequestsLike:
         self._specs: list[Any] = list(request.tensors)
         self._packed = request.packed
         self._pool = request.pool_size > 0
-        self._most_tokens = MAX_VERIFY_TOKENS if request.read_only_state else 0
+        self._most_tokens = _most_tokens(request)
+        self._most_sequences = _most_sequences(request)
         names = [name for name, _ in request.tensors]
         self._offsets = names.index("cu_seqlens") if request.packed else -1
         self._rows = names.index("initial_state") if self._pool else -1
@@ -41,6 +42,10 @@ class RequestsLike:
         """Where the calls have no tokens: the place of the array that says how many states they have."""
         self._write_rows = names.index("write_pool") if request.write_pool_size else -1
         self._checkpoints = names.index("checkpoint_offsets") if request.checkpoint_count else -1
+        self._sequences = 0
+        """How many sequences all these calls have; 0 for any number."""
+        if request.has("conv_state") and not (request.state_indices_ndim or request.has("conv_indices")):
+            self._sequences = request.N
         self._fixed: list[tuple[int, tuple[int, ...]]] = []
         """Arrays without lengths, with their shapes."""
         self._tables: list[tuple[int, str, str]] = []
@@ -87,6 +92,8 @@ class RequestsLike:
             return None
         if self._most_tokens and self._most_tokens * (N if self._packed else 1) < T:
             return None
+        if (self._most_sequences and self._most_sequences < N) or self._sequences not in (0, N):
+            return None
         for i, shape in self._fixed:
             if shapes[i] != shape:
                 return None
@@ -118,6 +125,37 @@ class RequestsLike:
         request: Request = _new(Request, fields)
         note_family(request, self._family)
         return request
+
+
+def _most_tokens(request: Request) -> int:
+    """Tokens of a sequence up to which calls like this one need not be validated anew; 0 where any number will do. Of
+    packs, whose sequences have lengths of their own, validation knows little more."""
+    found = [MAX_VERIFY_TOKENS] if request.read_only_state else []
+    family = OPS[request.op].family
+    if request.packed or family not in ("recurrent", "decode"):
+        return min(found, default=0)
+    decode = family == "decode"
+    if decode:
+        found.append(MAX_VERIFY_TOKENS)
+    if request.has("record_update"):
+        found.append(min(request.spec("record_update").shape[1], MAX_VERIFY_TOKENS))
+    if request.has("conv_windows"):
+        found.append(request.spec("conv_windows").shape[1])
+    elif decode and request.has("conv_state"):
+        columns, taps = request.spec("conv_state").shape[2], request.spec("conv_weight").shape[1]
+        candidates = (request.write_indices_ndim or request.state_indices_ndim) == 2 or request.has(
+            "record_update"
+        )
+        if candidates and request.inplace_state:
+            found.append(columns - taps + 2)
+    return min(found, default=0)
+
+
+def _most_sequences(request: Request) -> int:
+    """The same of sequences: where rows of a fixed number are theirs, one each."""
+    if request.has("conv_windows") and not request.has("record_indices"):
+        return request.spec("conv_windows").shape[0]
+    return 0
 
 
 _AXES = {axis: i for i, axis in enumerate(("B", "N", "offsets", "rows", "write_rows", "checkpoints"))}

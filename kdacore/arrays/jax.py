@@ -105,7 +105,9 @@ class _JaxAdapter:
         family = OPS[op].family
         if family == "gate":  # element by element: neither sizes nor how an array is split matter
             return None
-        fixed = x.shape[2:] if family == "recurrent" else x.shape  # chunks are counted, steps need not be
+        fixed = (
+            x.shape[2:] if family in ("recurrent", "decode") else x.shape
+        )  # chunks are counted, steps need not be
         if not all(isinstance(size, int) for size in fixed):
             return f"symbolic sizes {[*x.shape]}", "sizes known while tracing"
         return jax_meshes.obstacle(x) if isinstance(x, jax.Array) else None

@@ -74,7 +74,7 @@ def _whole_values(call: CallDescription) -> Values:
     if not call.raw_gate and call.option("safe_gate", False):
         x["g"] = np.maximum(x["g"], lower)
     rng = np.random.default_rng(call.seed + 1)
-    for name in PER_TOKEN:
+    for name in x.keys() & {*PER_TOKEN}:
         x[name][:, call.shape.used :] = np.nan
     x["out"] = np.full(x["v"].shape, np.nan)
     x.update(_offset_values(call))
@@ -122,7 +122,46 @@ def _record_values(call: CallDescription, tables: Values, rng: Any) -> Values:
 
 
 def _commit_values(call: CallDescription) -> Values:
-    return _state_values(call, np.random.default_rng(call.seed + 1))
+    rng = np.random.default_rng(call.seed + 1)
+    found = _state_values(call, rng)
+    return found | (_conv_values(call, found, rng) if call.conv_state_given else {})
+
+
+def _decode_values(call: CallDescription) -> Values:
+    """The channels of q, k and v side by side, and what is around the recurrence."""
+    found = _whole_values(call)
+    s, rng = call.shape, np.random.default_rng(call.seed + 3)
+    found["x"] = np.concatenate([found[name].reshape(s.B, s.T, -1) for name in ("q", "k", "v")], axis=-1)
+    found["z"] = rng.standard_normal((s.B, s.T, s.HV, s.V))
+    found["z"][:, s.used :] = np.nan
+    found["norm_weight"] = 1 + 0.2 * rng.standard_normal((s.HV, s.V) if call.norm == "heads" else s.V)
+    if call.pool_use is None and call.conv_indices:
+        found["conv_indices"] = rng.permutation(call.conv_rows)[: s.N]
+    return found | (_conv_values(call, found, rng) if call.conv_width else {})
+
+
+def _conv_values(call: CallDescription, tables: Values, rng: Any) -> Values:
+    """Weights of the convolution and its states, NaN where they are not to be read."""
+    wanted, w = specs(call), call.conv_width
+    D = wanted["conv_state"].shape[1]
+    found = {"conv_weight": rng.standard_normal((D, w)), "conv_bias": 0.2 * rng.standard_normal(D)}
+    state = found["conv_state"] = np.full(wanted["conv_state"].shape, np.nan)
+    kept = wanted.get("conv_windows")
+    windows = None if kept is None else np.full(kept.shape, np.nan)
+    rows = rows_of(call, tables)
+    for n in range(call.shape.N):
+        row, count = int(rows.conv[n]), int(rows.preceding[n])
+        if row == ZEROS or rows.read[n] == ZEROS:
+            continue
+        if windows is not None and count:
+            windows[rows.windows[n], count - 1] = rng.standard_normal((w - 1, D))
+        elif call.family == "commit":
+            state[row] = rng.standard_normal(state.shape[1:])
+        else:
+            state[row, :, max(count - 1, 0) :][:, : w - 1] = rng.standard_normal((D, w - 1))
+    if windows is not None:
+        found["conv_windows"] = windows
+    return found
 
 
 def _laid_out(call: CallDescription, state: Any) -> Any:
@@ -167,5 +206,5 @@ def _without_padding(call: CallDescription, x: Values) -> Values:
     return x
 
 
-_MAKERS = {"stage": _stage_values, "commit": _commit_values}
+_MAKERS = {"stage": _stage_values, "commit": _commit_values, "decode": _decode_values}
 """What makes the values of the ops of a family; :func:`_whole_values` those of the others."""

@@ -68,8 +68,22 @@ class CallDescription:
     """Give ``A_log`` when the gate is computed in the kernel (the bounded gate may do without)."""
     dt_bias: BiasForm = "matrix"
     initial_state: bool = False
+    conv_state_given: bool = False
+    """``commit_records``: give ``conv_state`` too."""
     one_decay: bool = False
     """``commit_records``: the records have one decay for each head."""
+    conv_width: int = 4
+    """Fused decode ops: taps of the convolution; 0 for x that comes convolved."""
+    conv_bias: bool = False
+    conv_indices: bool = False
+    """Give ``conv_indices``."""
+    conv_windows: bool = False
+    """Give ``conv_windows``, where the call keeps windows of candidates."""
+    z: bool = False
+    norm: Literal["", "vector", "heads"] = ""
+    """Fused decode ops: ``norm_weight`` for all heads, or for each."""
+    weight_dtype: str = "float32"
+    """of the weights of the convolution and the norm."""
     q_given: bool = True
     """Give ``q`` to the stage ``kda_recompute_w_u``, which does without it too."""
     host_offsets: bool = False
@@ -179,6 +193,21 @@ class CallDescription:
         pool = self.pool_use
         return self.shape.N + SPARE_ROWS + bool(pool and pool.null)
 
+    @property
+    def keeps_windows(self) -> bool:
+        """Does the call leave windows of candidates: does it write a state after each, or records?"""
+        pool = self.pool_use
+        if pool is None or not pool.inplace or not self.conv_width:
+            return False
+        return pool.records or (pool.writes or pool.indices) == 2
+
+    @property
+    def conv_rows(self) -> int:
+        """Rows of ``conv_state``."""
+        pool = self.pool_use
+        spare = SPARE_ROWS + bool(pool and pool.null)
+        return self.shape.N + spare if self.conv_indices else self.state_rows
+
     def _rows(self, dimensions: int) -> int:
         """Rows named by a table of so many dimensions."""
         return self.shape.N * (0, 1, self.pool_width)[dimensions]
@@ -195,11 +224,12 @@ class CallDescription:
         """Does the call give this array, as far as its op has one?"""
         pool = self.pool_use
         used = pool or Pool(indices=0, reads=False)
+        conv = self.conv_width > 0 and (self.family != "commit" or self.conv_state_given)
         optional = {
             "q": self.q_given or self.op != "kda_recompute_w_u",
             "A_log": self.raw_gate and self.A_log,
             "dt_bias": self.raw_gate and bool(self.dt_bias),
-            "initial_state": self.initial_state if pool is None else pool.reads,
+            "initial_state": (self.initial_state or self.family == "decode") if pool is None else pool.reads,
             "cu_seqlens": bool(self.shape.lengths),
             "cu_seqlens_cpu": self.host_offsets and bool(self.shape.lengths),
             "state_indices": used.indices > 0,
@@ -210,6 +240,13 @@ class CallDescription:
             "checkpoint_offsets": used.checkpoints,
             "checkpoint_indices": used.checkpoints,
             **dict.fromkeys(_RECORDS, used.records),
+            "conv_weight": conv,
+            "conv_bias": conv and self.conv_bias,
+            "conv_state": conv,
+            "conv_indices": conv and self.conv_indices,
+            "conv_windows": conv and self.conv_windows and self.keeps_windows,
+            "z": self.z,
+            "norm_weight": bool(self.norm),
             "out": self.out,
         }
         return optional.get(argument, True)
@@ -221,7 +258,8 @@ _POOL_OF_FAMILY = {"commit": "records"}
 _RECORDS = ("record_update", "record_key", "record_decay", "record_indices", "num_replayed")
 OPTIONAL_ARRAYS = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "state_indices",
                    "num_accepted_tokens", "has_initial_state", "write_indices", "write_pool",
-                   "checkpoint_offsets", "checkpoint_indices", *_RECORDS, "out")  # fmt: skip
+                   "checkpoint_offsets", "checkpoint_indices", *_RECORDS, "out", "conv_indices", "conv_windows",
+                   "z", "norm_weight")  # fmt: skip
 """Arrays that the whole ops do without."""
 
 
@@ -259,6 +297,14 @@ def _sizes(call: CallDescription) -> dict[Axis, tuple[int, ...]]:
         "checkpoints": (call.checkpoints,),
         "record_rows": (call.record_rows,),
         "records": (call.pool_width,),
+        "channels": (2 * s.H * s.K + s.HV * s.V,),
+        "taps": (call.conv_width,),
+        "history": (call.conv_width - 1,),
+        "conv_rows": (call.conv_rows,),
+        "conv_columns": (max(call.conv_width, call.conv_width + call.pool_width - 2),),
+        "window_rows": (call.record_rows,),
+        "windows": (call.pool_width,),
+        "norm_heads": (s.HV,) if call.norm == "heads" else (),
         "chunks": (s.T // C + s.N if s.lengths else -(-s.T // C),),
         "offsets": (s.N + 1,),
     }
@@ -278,8 +324,9 @@ def _dtype(call: CallDescription, name: str) -> str:
         "dt_bias": call.bias_dtype,
         "initial_state": call.state_dtype,
         "write_pool": call.state_dtype,
+        **dict.fromkeys(("conv_weight", "conv_bias", "norm_weight"), call.weight_dtype),
     }
-    if name == "g" and call.family in ("chunk", "recurrent"):
+    if name == "g" and call.family in ("chunk", "recurrent", "decode"):
         return call.gate_dtype
     return own.get(name, call.dtype)
 

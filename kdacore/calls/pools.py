@@ -55,6 +55,8 @@ class Pool:
         decoding = self.indices == 2 or self.read_only or self.writes == 2 or self.records
         if family == "commit":
             return self.records and not (self.has_state or self.separate)
+        if family == "decode" and not self.reads:
+            return False
         return not decoding if family == "chunk" else not self.checkpoints
 
 
@@ -129,6 +131,8 @@ def index_tables(call: CallDescription, rng: Any) -> dict[str, Any]:
         tables["write_indices"] = _write_table(call, pool, tables, target)
     if pool.records:
         tables |= _record_tables(call, pool, rng)
+    if call.gives("conv_indices"):
+        tables["conv_indices"] = _take(_free_rows(pool, 0, call.conv_rows, rng), N)
     if pool.checkpoints:
         tables |= _checkpoint_tables(call, pool, target, rng)
     return tables

@@ -163,7 +163,7 @@ def normalise(x: Arrays) -> Arrays:
     return out
 
 
-PER_TOKEN = ("q", "k", "v", "g", "beta")
+PER_TOKEN = ("q", "k", "v", "g", "beta", "x", "z")
 """Arguments of the whole ops that have a row for each token."""
 
 

@@ -67,6 +67,23 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="C",
         help="states at C tokens, to the pool",
     )
+    add(
+        "--conv-width",
+        type=int,
+        default=4,
+        metavar="W",
+        help="fused decode: taps, 0 for x that comes convolved (4)",
+    )
+    add("--conv-bias", action="store_true", help="fused decode: a bias of the convolution")
+    add("--conv-indices", action="store_true", help="fused decode: rows of the convolution's states")
+    add("--conv-windows", action="store_true", help="fused decode: windows of candidates apart")
+    add(
+        "--norm-weight",
+        default="",
+        choices=("", "vector", "heads"),
+        help="fused decode: the norm of the output",
+    )
+    add("--z", action="store_true", help="fused decode: the norm is gated")
     add("--records", action="store_true", help="records of candidates")
     add("--out", action="store_true", help="a preallocated output")
     add("--cu-seqlens-cpu", action="store_true", help="give the offsets on the host too")
@@ -80,6 +97,8 @@ def _add_switch(parser: argparse.ArgumentParser, option: Option) -> None:
     text = _HELP.get(option.name) or _first_sentence(option.doc)
     if option.kind == "flag":
         parser.add_argument(name, action="store_true", help=text)
+    elif option.kind == "choice":
+        parser.add_argument(name, choices=option.choices, default=None, help=text)
     elif option.kind == "number":
         parser.add_argument(name, type=float, default=None, metavar="X", help=text)
     else:
@@ -155,6 +174,12 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         write_pool_rows=args.write_pool,
         checkpoint_count=args.checkpoint_offsets,
         host_offsets=args.cu_seqlens_cpu,
+        conv_width=args.conv_width,
+        conv_bias=args.conv_bias,
+        conv_indices=args.conv_indices,
+        conv_windows=args.conv_windows,
+        norm=args.norm_weight,
+        z=args.z,
         out=args.out,
         options=options(**asked),
     )

@@ -143,6 +143,13 @@ class Arguments:
             raise self.fail(name, shown(value), "0, or a number of 1e-30 to 1e30 in size")
         return number
 
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """One of some names."""
+        value = self.options.get(name)
+        if type(value) is not str or value not in choices:  # a subclass may compare as it likes
+            raise self.fail(name, shown(value), " or ".join([repr(c) for c in choices]))
+        return value
+
     def integer(self, name: str) -> int | None:
         """None or an int."""
         value = self.options.get(name)

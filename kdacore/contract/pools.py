@@ -25,7 +25,8 @@ def check_pools(call: Arguments, fields: dict[str, Any], adapter: Adapter) -> No
         if adapter.immutable:
             raise call.fail("out", f"a {adapter.kind} array", "None: these arrays cannot be written")
         call.shape("out", (fields["B"], fields["T"], fields["HV"], fields["V"]), "B, T, HV, V")
-        call.dtype("out", (call.specs["v"].dtype,), ", as v has")
+        first = "v" if "v" in call.specs else "x"
+        call.dtype("out", (call.specs[first].dtype,), f", as {first} has")
 
 
 def _check_flags(call: Arguments, fields: dict[str, Any], adapter: Adapter) -> None:
@@ -87,7 +88,7 @@ def _check_rows(call: Arguments, name: str, fields: dict[str, Any]) -> tuple[int
     """Row numbers ``[N]``, or ``[N, T]`` where the op has candidate tokens. Returns their shape."""
     call.dtype(name, INDICES)
     got, N = call.specs[name].shape, fields["N"]
-    candidates = call.opdef.family == "recurrent"
+    candidates = call.opdef.family in ("recurrent", "decode")
     if len(got) not in ((1, 2) if candidates else (1,)) or got[0] != N:
         want = "[N] or [N, T]" if candidates else "[N]"
         raise call.fail(name, f"shape {list(got)}", f"shape {want} with N={N}")
@@ -144,6 +145,6 @@ def check_null_index(call: Arguments, fields: dict[str, Any]) -> None:
         return
     if not 0 <= null < 2**31:
         raise call.fail("null_index", shown(null), "None, or a row number from 0 to 2**31 - 1")
-    if not any(name in call.arrays for name in ("state_indices", "write_indices")):
+    if not any(name in call.arrays for name in ("state_indices", "write_indices", "conv_indices")):
         raise call.fail("null_index", null, "None, or state_indices or write_indices with it")
     fields["null_index"] = null

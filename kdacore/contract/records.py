@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from kdacore.arrays import Adapter
-from kdacore.contract.checks import INDICES, MAX_VERIFY_TOKENS, MISSING, STATES, Arguments, common_fields
+from kdacore.contract.checks import (
+    FLOATS,
+    INDICES,
+    MAX_VERIFY_TOKENS,
+    MISSING,
+    STATES,
+    Arguments,
+    common_fields,
+)
 from kdacore.contract.pools import check_null_index
 from kdacore.types import Request
 
@@ -21,8 +29,9 @@ def check_records(call: Arguments, fields: dict[str, Any]) -> None:
     given = [name for name in PARTS if name in call.arrays]
     if not given:
         for name in ("record_indices", "num_replayed"):
-            if name in call.arrays:
+            if name in call.arrays and not (name == "record_indices" and "conv_windows" in call.arrays):
                 raise call.fail(name, "an array", "None, or records with it")
+        _check_rows(call, fields["N"])
         return
     for name in (*PARTS, "record_indices"):
         if name not in call.arrays:
@@ -69,6 +78,27 @@ def _check_rows(call: Arguments, N: int) -> None:
             call.shape(name, (N,), "N")
 
 
+def _check_commit_conv(call: Arguments, N: int) -> None:
+    if "conv_state" not in call.arrays:
+        for name in ("conv_indices", "conv_windows"):
+            if name in call.arrays:
+                raise call.fail(name, "an array", "None, or conv_state with it")
+        return
+    dtype = call.dtype("conv_state", FLOATS)
+    D, columns = call.rank("conv_state", "P, D, L")[1:]
+    if "conv_indices" in call.arrays:
+        call.dtype("conv_indices", INDICES)
+        call.shape("conv_indices", (N,), "N")
+    if "conv_windows" in call.arrays:
+        call.dtype("conv_windows", (dtype,), ", as conv_state has")
+        rows, tokens, history = call.rank("conv_windows", "R, T, w-1, D")[:3]
+        call.shape("conv_windows", (rows, tokens, history, D), "R, T, w-1, D")
+        if history > columns:
+            raise call.fail(
+                "conv_windows", f"windows of {history} columns", f"at most the L={columns} of conv_state"
+            )
+
+
 def build_commit(call: Arguments) -> tuple[Request, Adapter]:
     """Check a call of ``commit_records``."""
     adapter, device = call.read_arrays(call.opdef.required)
@@ -88,6 +118,7 @@ def build_commit(call: Arguments) -> tuple[Request, Adapter]:
             call.dtype(name, INDICES)
             call.shape(name, (N,), "N")
     _check_rows(call, N)
+    _check_commit_conv(call, N)
     fields = common_fields(call, adapter, device)
     fields.update(B=N, T=1, H=H, HV=HV, K=K, V=V, N=N, dtype=call.specs["record_update"].dtype)
     fields.update(state_dtype=state_dtype, state_v_first=v_first, inplace_state=True)

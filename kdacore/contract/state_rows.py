@@ -24,6 +24,7 @@ INDEX_VALUES = (
     "checkpoint_indices",
     "record_indices",
     "num_replayed",
+    "conv_indices",
 )
 """The arguments whose values decide."""
 
@@ -48,6 +49,13 @@ class StateRows(NamedTuple):
     state, the one that its first token starts from; the others that after their last token."""
     replayed: Any = None
     """``[N]``: how many of these records are applied before the first token, 0 where there is no row."""
+    conv: Any = None
+    """``[N]``: the row of ``conv_state`` that each sequence reads and writes; None without."""
+    preceding: Any = None
+    """``[N]``: how many candidates of an earlier call precede the first token, of those that it left windows of; 0:
+    none, and the window is in columns 0 to w - 2."""
+    windows: Any = None
+    """``[N]``: the row of ``conv_windows`` of each sequence; None without."""
 
 
 def state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> StateRows:
@@ -78,11 +86,29 @@ def state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> Sta
     records, replayed = _records(request, values, padding)
     if request.op == "commit_records":
         table = np.where(records == ZEROS, ZEROS, table)
-    return StateRows(read, padding, table, per_token, checkpoints, holders, records, replayed)
+    found = StateRows(read, padding, table, per_token, checkpoints, holders, records, replayed)
+    return found if not request.has("conv_state") else _with_conv(request, values, found)
+
+
+def _with_conv(request: Request, values: Mapping[str, Any], rows: StateRows) -> StateRows:
+    table = values.get("conv_indices", values.get("state_indices", np.arange(request.N)))
+    table = np.where(rows.padding, ZEROS, slots(request, table[:, 0] if table.ndim == 2 else table))
+    preceding = np.zeros(request.N, np.int64) if rows.replayed is None else rows.replayed
+    if "num_accepted_tokens" in values:
+        preceding = np.maximum(values["num_accepted_tokens"], 0)
+    windows = None
+    if request.has("conv_windows"):
+        windows = (
+            slots(request, values["record_indices"]) if "record_indices" in values else np.arange(request.N)
+        )
+        windows = np.where(rows.padding, ZEROS, windows)
+    if request.op == "commit_records":
+        table = np.where(rows.records == ZEROS, ZEROS, table)
+    return rows._replace(conv=table, preceding=preceding, windows=windows)
 
 
 def _records(request: Request, values: Mapping[str, Any], padding: Any) -> tuple[Any, Any]:
-    if "record_indices" not in values:
+    if not request.has("record_update"):
         return None, None
     rows = np.where(padding, ZEROS, slots(request, values["record_indices"]))
     counts = values.get("num_replayed", np.zeros(request.N, np.int64))

@@ -45,7 +45,9 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
     _gate(request, values)
 
 
-_NOT_READ_WHOLE = frozenset({"write_pool", "record_update", "record_key", "record_decay"})
+_NOT_READ_WHOLE = frozenset(
+    {"write_pool", "record_update", "record_key", "record_decay", "conv_state", "conv_windows"}
+)
 """Arrays of which a call reads chosen rows alone, or none."""
 
 
@@ -169,13 +171,12 @@ def check_candidates(request: Request, lengths: Any) -> None:
         lengths: tokens of each sequence, NumPy.
     """
     longest = int(lengths.max(initial=0))
-    if request.read_only_state and longest > MAX_VERIFY_TOKENS:
-        raise ContractError(
-            request.op,
-            "cu_seqlens",
-            f"a sequence of {longest} tokens",
-            f"at most {MAX_VERIFY_TOKENS} candidate tokens for each sequence with read_only_state",
-        )
+    decode = OPS[request.op].family == "decode"
+    if (request.read_only_state or decode) and longest > MAX_VERIFY_TOKENS:
+        why = "" if decode else " candidate"
+        want = f"at most {MAX_VERIFY_TOKENS}{why} tokens for each sequence"
+        got = f"a sequence of {longest} tokens"
+        raise ContractError(request.op, "cu_seqlens", got, want if decode else f"{want} with read_only_state")
 
 
 def check_state_rows(request: Request, values: Mapping[str, Any], lengths: Any) -> None:
@@ -191,7 +192,7 @@ def check_state_rows(request: Request, values: Mapping[str, Any], lengths: Any) 
     Raises:
         ContractError: naming the argument.
     """
-    if OPS[request.op].family not in ("chunk", "recurrent", "commit"):
+    if OPS[request.op].family not in ("chunk", "recurrent", "decode", "commit"):
         return
     written_rows = request.write_pool_size or request.pool_size
     sizes = {
@@ -212,8 +213,10 @@ def check_state_rows(request: Request, values: Mapping[str, Any], lengths: Any) 
             _not_read_by_others(request, rows)
     if request.checkpoint_count:
         _checkpoint_offsets(request, values)
-    if "record_indices" in values:
+    if "record_indices" in values and request.has("record_update"):
         _records(request, values, lengths)
+    if request.has("conv_state"):
+        _conv(request, values, lengths)
 
 
 def _records(request: Request, values: Mapping[str, Any], lengths: Any) -> None:
@@ -235,6 +238,38 @@ def _records(request: Request, values: Mapping[str, Any], lengths: Any) -> None:
         got = f"a sequence of {int(lengths[used].max())} tokens"
         want = f"at most {longest} tokens for each sequence with a row of records"
         raise ContractError(request.op, "cu_seqlens", got, want)
+
+
+def _conv(request: Request, values: Mapping[str, Any], lengths: Any) -> None:
+    """Rows of convolution states and of windows are there and named once, and have room for the tokens."""
+    rows = state_rows(request, values, lengths)
+    name = "conv_indices" if "conv_indices" in values else "state_indices"
+    size, _, columns = request.spec("conv_state").shape
+    named = _named(rows.conv)
+    if (named >= size).any():
+        raise ContractError(request.op, name, f"index {named.max()}", f"rows below P={size} of conv_state")
+    if request.inplace_state and len(np.unique(named)) != named.size:
+        raise ContractError(request.op, name, "a row of conv_state named twice", "each row at most once")
+    if request.has("conv_windows"):
+        shape = request.spec("conv_windows").shape
+        windows = _named(rows.windows)
+        if (windows >= shape[0]).any():
+            want = f"rows below R={shape[0]} of conv_windows"
+            raise ContractError(request.op, "record_indices", f"index {windows.max()}", want)
+        if len(np.unique(windows)) != windows.size:
+            raise ContractError(request.op, "record_indices", "a row named twice", "each row at most once")
+        used = rows.windows != ZEROS
+        if max(lengths[used].max(initial=0), rows.preceding[used].max(initial=0)) > shape[1]:
+            want = "a window for each token"
+            raise ContractError(request.op, "conv_windows", f"windows of {shape[1]} tokens", want)
+    elif request.has("conv_weight"):
+        taps = request.spec("conv_weight").shape[1]
+        kept = np.full(request.N, rows.per_token is not None)
+        kept = kept if rows.records is None else kept | (rows.records != ZEROS)
+        longest = max(lengths[kept].max(initial=1), rows.preceding.max(initial=1))
+        if columns < taps + longest - 2:
+            want = f"L >= {taps + longest - 2}: w={taps}, {longest} tokens"
+            raise ContractError(request.op, "conv_state", f"L={columns}", want)
 
 
 def _accepted(request: Request, accepted: Any, width: int) -> None:

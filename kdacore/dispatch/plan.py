@@ -257,7 +257,7 @@ def key_of(adapter: Adapter, opdef: OpDef, inputs: Any, options: tuple[Any, ...]
     return (opdef.name, array_key, options, types, asked)
 
 
-_PLAIN = frozenset({type(None), bool, int, float})
+_PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of options that are compared with those of other calls. A class of the caller's may compare as it likes."""
 
 

@@ -126,8 +126,10 @@ def check_results(
         if x is not None or name in expected:
             _check(plan, function, name, x, expected.get(name))
     written = {"o": "out"} if request.has("out") else {}
-    if request.inplace_state:
-        written["pool" if "pool" in named else "final_state"] = request.written_pool
+    if request.op == "commit_records":
+        written |= {"pool": "initial_state", "conv_state": "conv_state"}
+    elif request.inplace_state:
+        written["final_state"] = request.written_pool
     _check_memory(plan, function, named, inputs, written, given)
 
 
@@ -278,6 +280,8 @@ def expected_results(request: Request, inputs: Any) -> Iterator[Expected]:
         yield Expected("o", (*whole, r.V), (r.spec("v_new").dtype,))
     elif r.op == "commit_records":
         yield Expected("pool", r.spec("initial_state").shape, (r.state_dtype,))
+        if r.has("conv_state"):
+            yield Expected("conv_state", r.spec("conv_state").shape, (r.spec("conv_state").dtype,))
     else:
         yield Expected("o", (*whole, r.V), (r.dtype,))
         if r.output_final_state:

@@ -29,6 +29,7 @@ from kdacore.types import CommitOutputs, GateInputs, InputGrads, OutputGrads, Ou
 _FAMILIES = {
     "chunk": OPS["chunk_kda"],
     "recurrent": OPS["fused_recurrent_kda"],
+    "decode": OPS["fused_decode_kda"],
     "commit": OPS["commit_records"],
     "gate": OPS["kda_gate"],
 }
@@ -38,7 +39,7 @@ _OPTIONS = {
     family: tuple([o for o in opdef.option_arguments if o.kind != "ranks"])
     for family, opdef in _FAMILIES.items()
 }
-_SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?"}
+_SCHEMA_TYPES = {"flag": "bool", "number": "float?", "count": "int?", "choice": "str"}
 _NUMBERS: dict[str, type] = {"number": float, "count": int}
 _WHOLE_GRADS = InputGrads._fields
 _WRITABLE = {
@@ -67,6 +68,8 @@ _library.define(f"chunk({schema('chunk')}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"chunk_({schema('chunk', mutable=True)}, Tensor[] given) -> (Tensor, Tensor, Tensor)")
 _library.define(f"recurrent({schema('recurrent')}) -> (Tensor, Tensor)")
 _library.define(f"recurrent_({schema('recurrent', mutable=True)}, Tensor[] given) -> (Tensor, Tensor)")
+_library.define(f"decode({schema('decode')}) -> (Tensor, Tensor)")
+_library.define(f"decode_({schema('decode', mutable=True)}, Tensor[] given) -> (Tensor, Tensor)")
 _library.define(f"commit_({schema('commit', mutable=True)}, Tensor[] given) -> ()")
 _library.define(f"gate({schema('gate')}) -> Tensor")
 _library.define(f"chunk_backward({schema('chunk')}, Tensor? do, Tensor? dstate) -> Tensor[]")
@@ -180,6 +183,8 @@ def _wanted_instead(option: Option, value: Any) -> str | None:
     """What an option would have to be; None when it is."""
     if option.kind == "flag":
         return None if isinstance(value, bool) else "True or False"
+    if option.kind == "choice":
+        return None if type(value) is str else " or ".join([repr(c) for c in option.choices])
     if value is None:
         return None
     if option.kind == "ranks":
@@ -246,8 +251,8 @@ def call(
     if opdef.family == "gate":
         return torch.ops.kdacore.gate(*flat)
     if opdef.family == "commit":
-        torch.ops.kdacore.commit_(*flat, [arrays[name] for name in _WRITABLE["commit"]])
-        return CommitOutputs(arrays["initial_state"])
+        torch.ops.kdacore.commit_(*flat, [arrays[n] for n in _WRITABLE["commit"] if arrays[n] is not None])
+        return CommitOutputs(arrays["initial_state"], arrays["conv_state"])
     wants_state = given["output_final_state"]
     operators = torch.ops.kdacore
     writes = given["inplace_state"] or arrays["out"] is not None
@@ -257,7 +262,8 @@ def call(
     if opdef.family == "chunk":
         o, state, checkpoints = (operators.chunk_ if writes else operators.chunk)(*flat)
     else:
-        o, state = (operators.recurrent_ if writes else operators.recurrent)(*flat)
+        name = f"{opdef.family}_" if writes else opdef.family
+        o, state = getattr(operators, name)(*flat)
     o = o if arrays["out"] is None else arrays["out"]
     if given["inplace_state"]:
         state = arrays["initial_state"] if arrays["write_pool"] is None else arrays["write_pool"]
@@ -337,7 +343,7 @@ def _whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     elif bound.needs_grad:
         TORCH.check_saved(plan.request, bound.inputs)
     out = execute(plan, bound.inputs, _forward)
-    v = bound.inputs.v
+    v = bound.inputs[0]
     # An operator must not return what it was given: call() puts arrays that were written in these places.
     o = as_result(None if bound.inputs.out is not None else out.o, v)
     state = as_result(None if plan.request.inplace_state else out.final_state, v)
@@ -405,13 +411,14 @@ def _gate_backward(*args: Any) -> list[torch.Tensor]:
 
 def _fake_whole(family: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     bound = Bound(family, args)
-    request, v = bound.request(), bound.inputs.v
-    o = v.new_empty(0) if bound.inputs.out is not None else v.new_empty(v.shape)
+    request, v = bound.request(), bound.inputs[0]
+    shape = bound.inputs.v.shape if family != "decode" else (request.B, request.T, request.HV, request.V)
+    o = v.new_empty(0) if bound.inputs.out is not None else v.new_empty(shape)
     state_dtype = getattr(torch, request.state_dtype)
     state = v.new_empty(0)
     if request.output_final_state and not request.inplace_state:
         state = v.new_empty(request.state_shape, dtype=state_dtype)
-    if family == "recurrent":
+    if family != "chunk":
         return o, state
     checkpoints = v.new_empty(0)
     if request.checkpoint_every:
@@ -469,7 +476,7 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
 
 
 def _register() -> None:
-    for family in ("chunk", "recurrent"):
+    for family in ("chunk", "recurrent", "decode"):
         for name in (family, f"{family}_"):
             _library.impl(name, lambda *a, f=family: _whole(f, a), "CompositeExplicitAutograd")
     _library.impl("commit_", _commit, "CompositeExplicitAutograd")
@@ -481,7 +488,7 @@ def _register() -> None:
     _library.impl("gate_backward", _gate_backward, "CompositeExplicitAutograd")
 
     fake = torch.library.register_fake
-    for family in ("chunk", "recurrent"):
+    for family in ("chunk", "recurrent", "decode"):
         for name in (family, f"{family}_"):
             fake(f"kdacore::{name}", lambda *a, f=family: _fake_whole(f, a), lib=_library)
     fake("kdacore::commit_", _fake_commit, lib=_library)

@@ -14,6 +14,7 @@ from kdacore.ops.arguments_and_options import (
     CHUNK_SIZE,
     COMMIT_ARRAYS,
     COMMIT_OPTIONS,
+    DECODE_ARRAYS,
     DT_BIAS,
     LOWER_BOUND,
     PACKED,
@@ -21,6 +22,7 @@ from kdacore.ops.arguments_and_options import (
     RECURRENT_OPTIONS,
     SCALE,
     STATE_V_FIRST,
+    decode_options,
     described,
     required,
 )
@@ -76,6 +78,12 @@ def _recurrent(name: str, scalar_gate: bool) -> OpDef:
     return OpDef(name, "recurrent", t.RecurrentInputs, arrays, RECURRENT_OPTIONS, t.Outputs, scalar_gate)
 
 
+def _decode(name: str, activation: str, scalar_gate: bool) -> OpDef:
+    heads = {**_ONE_GATE_A_HEAD, **_ONE_DECAY_A_HEAD}
+    arrays = described(DECODE_ARRAYS, **heads) if scalar_gate else DECODE_ARRAYS
+    return OpDef(name, "decode", t.DecodeInputs, arrays, decode_options(activation), t.Outputs, scalar_gate)
+
+
 def _stage(
     name: str,
     inputs: type,
@@ -93,6 +101,8 @@ OPS: dict[str, OpDef] = {
         _chunk("chunk_gated_delta_rule", scalar_gate=True),
         _recurrent("fused_recurrent_kda", scalar_gate=False),
         _recurrent("fused_recurrent_gated_delta_rule", scalar_gate=True),
+        _decode("fused_decode_kda", "sigmoid", scalar_gate=False),
+        _decode("fused_decode_gated_delta_rule", "silu", scalar_gate=True),
         OpDef("commit_records", "commit", t.CommitInputs, COMMIT_ARRAYS, COMMIT_OPTIONS, t.CommitOutputs),
         OpDef(
             "kda_gate",

@@ -356,6 +356,107 @@ RECURRENT_OPTIONS = described(
     "cannot be written: there the updated pool is returned as the final state.",
 )
 
+_CONV_STATE = ArrayArgument(
+    "conv_state",
+    feature="conv",
+    writable=True,
+    doc="the pool ``[P, D, L]`` of x before the convolution, dtype of x, any strides, ``L >= w - 1``: "
+    "columns 0 to w - 2 hold the last tokens of each sequence, oldest first. Written with "
+    "``inplace_state``. Candidates that write their states, or records, need ``L >= w + T - 2``, unless "
+    "``conv_windows`` is given: their tokens stay in the row, and the next call reads from column "
+    "``num_accepted_tokens - 1``, or ``num_replayed - 1``.",
+)
+_CONV_INDICES = ArrayArgument(
+    "conv_indices",
+    feature="conv_indices",
+    index=True,
+    doc="``[N]`` int32 or int64 rows of ``conv_state``; ``state_indices``, or its first column, by default. An "
+    "entry that names no slot reads zeros and writes nothing.",
+)
+_CONV_WINDOWS = ArrayArgument(
+    "conv_windows",
+    feature="conv_windows",
+    writable=True,
+    doc="``[R, T, w - 1, D]``, dtype of x: receives the window after each candidate, and ``conv_state`` stays "
+    "but for what is replayed. Row ``record_indices[n]`` for sequence n, row n without. A next call that "
+    "gives ``num_accepted_tokens`` or ``num_replayed`` reads its window here.",
+)
+DECODE_ARRAYS = (
+    ArrayArgument(
+        "x",
+        required=True,
+        doc="``[B, T, D]``, float32, bfloat16 or float16 (float64 on the reference backend): the channels of q, "
+        "k and v in that order, ``D = 2*H*K + HV*V``, before the convolution. 1 to 16 tokens a sequence. "
+        "HV, K and V are those of ``initial_state``, and H follows.",
+    ),
+    *[a for a in _WHOLE_ARRAYS if a.name in ("g", "beta")],
+    ArrayArgument(
+        "initial_state",
+        required=True,
+        feature=None,
+        writable=True,
+        doc="the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with "
+        "``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.",
+    ),
+    A_LOG,
+    DT_BIAS,
+    ArrayArgument(
+        "conv_weight",
+        feature="conv",
+        doc="``[D, w]``, w of 2 to 4, any float dtype: a causal convolution of each channel, then SiLU. None: x "
+        "comes convolved, and there is no ``conv_state``.",
+    ),
+    ArrayArgument("conv_bias", feature="conv_bias", doc="``[D]``, any float dtype, added before the SiLU."),
+    _CONV_STATE,
+    _CONV_INDICES,
+    _CONV_WINDOWS,
+    ArrayArgument(
+        "z",
+        feature="output_gate",
+        doc="``[B, T, HV, V]``, any float dtype: the normalised output is multiplied by its activation. Needs "
+        "``norm_weight``.",
+    ),
+    ArrayArgument(
+        "norm_weight",
+        feature="output_norm",
+        doc="``[V]`` or ``[HV, V]``, any float dtype: o becomes ``o / sqrt(mean(o*o) + norm_eps) * "
+        "norm_weight``, the mean over V. None: o as it is.",
+    ),
+    *[
+        a
+        for a in RECURRENT_ARRAYS
+        if a.name not in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    ],
+)
+DECODE_ARRAYS = described(
+    tuple([replace(a, differentiable=False) for a in DECODE_ARRAYS]),
+    out="``[B, T, HV, V]`` in x's dtype, written and returned as ``o``. Neither it nor what else the call writes "
+    "may overlap itself or another argument.",
+)
+
+
+def decode_options(activation: str) -> tuple[Option, ...]:
+    """Options of a fused decode op. ``activation``: of z by default."""
+    return (
+        *RECURRENT_OPTIONS,
+        Option(
+            "norm_eps",
+            "number",
+            1e-5,
+            field="norm_eps",
+            doc="added to the mean square in the norm; 1e-30 to 1e30. Only with ``norm_weight``.",
+        ),
+        Option(
+            "norm_activation",
+            "choice",
+            activation,
+            field="norm_activation",
+            choices=("sigmoid", "silu"),
+            doc="``sigmoid`` or ``silu`` of z. Only with ``z``.",
+        ),
+    )
+
+
 COMMIT_ARRAYS = (
     ArrayArgument(
         "initial_state",
@@ -401,6 +502,20 @@ COMMIT_ARRAYS = (
         index=True,
         doc="``[N]`` int32 or int64 rows that are written, ``state_indices`` by default; with 0 records "
         "too. Entries that name no slot write nothing.",
+    ),
+    replace(
+        _CONV_STATE,
+        doc="``[P, D, L]``: the pool of convolution states, where the records are those of a fused decode op. "
+        "Without ``conv_windows`` each row is moved by ``num_replayed - 1`` columns to the left.",
+    ),
+    replace(
+        _CONV_INDICES, doc="``[N]`` int32 or int64 rows of ``conv_state``; ``state_indices`` by default."
+    ),
+    replace(
+        _CONV_WINDOWS,
+        writable=False,
+        doc="``[R, T, w - 1, D]``: the windows that the calls have left; the one after the last record that is "
+        "applied goes to columns 0 to w - 2 of ``conv_state``.",
     ),
 )
 COMMIT_OPTIONS = (STATE_V_FIRST, *[o for o in _POOL_OPTIONS if o.name == "null_index"])

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from kdacore.errors import ContractError
 
-Family = Literal["chunk", "recurrent", "commit", "gate", "stage"]
-OptionKind = Literal["flag", "number", "count", "ranks"]
-"""``flag``: True or False. ``number``: a finite real number, or None. ``count``: an integer, or None. ``ranks``: the
-ranks that a call is spread over, or None; :mod:`kdacore.parallel` serves such calls, and makes others of them without
-it."""
+Family = Literal["chunk", "recurrent", "decode", "commit", "gate", "stage"]
+OptionKind = Literal["flag", "number", "count", "choice", "ranks"]
+"""``flag``: True or False. ``number``: a finite real number, or None. ``count``: an integer, or None. ``choice``: one
+of some names. ``ranks``: the ranks that a call is spread over, or None; :mod:`kdacore.parallel` serves such calls, and
+makes others of them without it."""
 
 _DOC: Any = field(default="", compare=False)
 
@@ -56,6 +56,8 @@ class Option:
     field: str = ""
     """The field of :class:`kdacore.types.Request` that it sets. Without one, a value other than the
     default is found by :meth:`kdacore.types.Request.option`."""
+    choices: tuple[str, ...] = ()
+    """The names that a ``choice`` is one of."""
     doc: str = _DOC
     """What stands of it under ``Args:`` of the public function."""
 

@@ -15,12 +15,19 @@ _OURS = {
     "transpose_state_layout": "state_v_first",
     # SGLang and vLLM
     "cache_indices": "state_indices",
+    "conv_state_indices": "conv_indices",
+    "intermediate_conv_window": "conv_windows",
     "initial_state_indices": "state_indices",
     "initial_state_source": "initial_state",
     "null_block_id": "null_index",
     "pad_slot_id": "null_index",
 }
+_TREES = "candidates are a chain: trees of drafts, with parent pointers, are not served"
 _WITHOUT_COUNTERPART = {
+    "parent_indices": _TREES,
+    "retrieve_next_sibling": _TREES,
+    "retrieve_next_token": _TREES,
+    "retrieve_parent_token": _TREES,
     "chunk_indices": "it is derived from cu_seqlens",
     "chunk_size": "a backend chooses its own",
     "cp": "a step of decoding is one rank's; rows are spread over ranks by the chunk ops",

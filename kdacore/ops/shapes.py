@@ -9,6 +9,10 @@ dims, ``N`` sequences, ``C`` tokens of a chunk. Some axes stand for none, one or
 - ``slots``: columns of two-dimensional ``state_indices``; none where they have one dimension.
 - ``write_slots``: the same of ``write_indices``; ``write_rows``: rows of ``write_pool``.
 - ``checkpoints``: states kept at chosen tokens.
+- ``channels``: of q, k and v together, ``2 * H * K + HV * V``; ``taps``: of the convolution.
+- ``conv_rows``, ``conv_columns``: of the pool of convolution states; ``window_rows``, ``windows``: kept for candidates,
+  each of ``history`` tokens, one fewer than there are taps.
+- ``norm_heads``: the heads that have weights of their own in the norm; none where all share them.
 - ``record_rows``: rows of the records of candidates; ``records``: records in each.
 - ``chunks``: chunks of all sequences together; ``offsets``: ``N + 1``.
 """
@@ -20,7 +24,8 @@ from typing import Literal, get_args
 
 Axis = Literal[
     "B", "T", "H", "HV", "K", "V", "N", "C", "gate", "state", "rows", "slots", "write_slots", "write_rows",
-    "checkpoints", "record_rows", "records", "chunks", "offsets",
+    "checkpoints", "channels", "taps", "conv_rows", "conv_columns", "window_rows", "windows", "history", "norm_heads",
+    "record_rows", "records", "chunks", "offsets",
 ]  # fmt: skip
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -43,6 +48,14 @@ SHAPES: dict[str, tuple[Axis, ...]] = {
     "write_pool": ("write_rows", "HV", "state"),
     "checkpoint_offsets": ("checkpoints",),
     "checkpoint_indices": ("checkpoints",),
+    "x": ("B", "T", "channels"),
+    "conv_weight": ("channels", "taps"),
+    "conv_bias": ("channels",),
+    "conv_state": ("conv_rows", "channels", "conv_columns"),
+    "conv_indices": ("N",),
+    "conv_windows": ("window_rows", "windows", "history", "channels"),
+    "z": ("B", "T", "HV", "V"),
+    "norm_weight": ("norm_heads", "V"),
     "record_update": ("record_rows", "records", "HV", "V"),
     "record_key": ("record_rows", "records", "H", "K"),
     "record_decay": ("record_rows", "records", "HV", "gate"),

@@ -23,7 +23,7 @@ from kdacore.oracle.gate import oracle_gate, oracle_gate_backward
 from kdacore.oracle.host_values import F64, I64, to_float64, to_int64, to_offsets
 from kdacore.oracle.input_transforms import beta_backward, beta_forward, qk_l2norm_backward, qk_l2norm_forward
 from kdacore.oracle.records import keep, records_of, replayed
-from kdacore.types import CommitOutputs, InputGrads, OutputGrads, Outputs, Request
+from kdacore.types import InputGrads, OutputGrads, Outputs, Request
 
 SEGMENT = 64
 """Tokens whose states the backward keeps at once; the rest is recomputed from one state per
@@ -139,16 +139,17 @@ def _steps(S: F64, x: Tokens) -> Iterator[tuple[int, F64, F64, F64]]:
         S = after
 
 
-def _to_kv(state: F64, request: Request) -> F64:
+def k_first(state: F64, request: Request) -> F64:
+    """``[.., K, V]`` from the caller's layout, or back."""
     return np.swapaxes(state, -1, -2) if request.state_v_first else state
 
 
-def _initial(request: Request, inputs: Any, rows: I64) -> F64:
+def initial_states(request: Request, inputs: Any, rows: I64) -> F64:
     """``[N, HV, K, V]`` from the rows of ``initial_state`` that are read."""
     state = np.zeros((request.N, request.HV, request.K, request.V))
     named = rows != ZEROS
     if named.any():
-        state[named] = _to_kv(to_float64(inputs.initial_state), request)[rows[named]]
+        state[named] = k_first(to_float64(inputs.initial_state), request)[rows[named]]
     return state
 
 
@@ -168,7 +169,7 @@ def oracle_forward(request: Request, inputs: Any) -> Outputs:
     rows, lengths, states = layout_of(request, inputs)
     x = _prepare(request, _only_read(inputs, rows), rows)
     o = np.zeros(x.v.shape)
-    S = _initial(request, inputs, states.read)
+    S = initial_states(request, inputs, states.read)
     records = None if states.records is None else records_of(inputs)
     if records is not None:
         S = first = replayed(request, records, states, S)
@@ -187,23 +188,11 @@ def oracle_forward(request: Request, inputs: Any) -> Outputs:
     if request.inplace_state:
         final = pool.finish(S)
     elif request.output_final_state:
-        final = np.ascontiguousarray(_to_kv(S, request))
+        final = np.ascontiguousarray(k_first(S, request))
     o = _scatter(o, rows, (request.B, request.T))
     return Outputs(
         o=o, final_state=final, checkpoints=checkpoints.finish(), written=() if records is None else records
     )
-
-
-def oracle_commit(request: Request, inputs: Any) -> CommitOutputs:
-    """``commit_records``: the whole pool as it should be afterwards, float64."""
-    given = {name: getattr(inputs, name, None) for name in INDEX_VALUES}
-    values = {name: to_int64(x) for name, x in given.items() if x is not None}
-    states = state_rows(request, values, np.zeros(request.N, np.int64))
-    S = replayed(request, records_of(inputs), states, _initial(request, inputs, states.read))
-    pool = to_float64(inputs.initial_state)
-    named = states.final != ZEROS
-    pool[states.final[named]] = _to_kv(S, request)[named]
-    return CommitOutputs(pool)
 
 
 def _effect(before: F64, x: Tokens, t: int) -> tuple[F64, F64, F64]:
@@ -232,7 +221,7 @@ class _Checkpoints:
     def finish(self) -> F64 | None:
         if not self.every:
             return None
-        return np.ascontiguousarray(_to_kv(self.rows, self.request)).reshape(self.request.checkpoint_shape)
+        return np.ascontiguousarray(k_first(self.rows, self.request)).reshape(self.request.checkpoint_shape)
 
 
 class _Pool:
@@ -261,7 +250,7 @@ class _Pool:
 
     def _write(self, rows: I64, states: F64) -> None:
         named = rows != ZEROS
-        self.pool[rows[named]] = _to_kv(states, self.request)[named]
+        self.pool[rows[named]] = k_first(states, self.request)[named]
 
 
 def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputGrads:
@@ -283,10 +272,10 @@ def oracle_backward(request: Request, inputs: Any, grads: OutputGrads) -> InputG
     do = np.zeros(x.v.shape) if grads.o is None else request.scale * _gather(to_float64(grads.o), rows)
     dS = np.zeros((request.N, request.HV, request.K, request.V))
     if grads.final_state is not None:
-        dS += _to_kv(to_float64(grads.final_state), request)
+        dS += k_first(to_float64(grads.final_state), request)
 
     dx = Tokens(*(np.zeros_like(a) for a in x))
-    initial = _initial(request, inputs, states.read)
+    initial = initial_states(request, inputs, states.read)
     starts = {t: before for t, before, _, _ in _steps(initial, x) if t % SEGMENT == 0}
     for start in sorted(starts, reverse=True):
         segment = Tokens(*(a[:, start : start + SEGMENT] for a in x))
@@ -333,7 +322,7 @@ def _finish_grads(request: Request, inputs: Any, rows: I64, dx: Tokens, dS: F64)
     dlog = _scatter(dx.decay, rows, size) * np.exp(log_decay)
     dlog = dlog[..., 0] if request.scalar_gate else dlog
     gate = oracle_gate_backward(request, inputs, dlog)
-    state = None if inputs.initial_state is None else np.ascontiguousarray(_to_kv(dS, request))
+    state = None if inputs.initial_state is None else np.ascontiguousarray(k_first(dS, request))
     return InputGrads(
         q=qk(dx.q, inputs.q),
         k=qk(dx.k, inputs.k),

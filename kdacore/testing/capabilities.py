@@ -18,8 +18,8 @@ from kdacore.types import ArrayKind
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_TOKENS = {"chunk": 70, "recurrent": 5, "commit": 1, "gate": 70, "stage": 70}
-_FEWER = {"chunk": 64, "recurrent": 1, "commit": 1, "gate": 64, "stage": 64}
+_TOKENS = {"chunk": 70, "recurrent": 5, "decode": 5, "commit": 1, "gate": 70, "stage": 70}
+_FEWER = {"chunk": 64, "recurrent": 1, "decode": 1, "commit": 1, "gate": 64, "stage": 64}
 _STATE = {"output_final_state": True}
 _PRESETS: tuple[Options, ...] = (
     options(**_STATE),
@@ -82,7 +82,8 @@ def start(backend: str, op: str, kind: ArrayKind, device: str, dtype: str) -> Ca
     if case.family == "commit":
         case = replace(case, pool="records", options=())
     if dtype == "float64":
-        wide = dict.fromkeys(("gate_dtype", "beta_dtype", "bias_dtype", "state_dtype"), dtype)
+        names = ("gate_dtype", "beta_dtype", "bias_dtype", "state_dtype", "weight_dtype")
+        wide = dict.fromkeys(names, dtype)
         case = replace(case, **wide)  # type: ignore[arg-type]
     return case
 

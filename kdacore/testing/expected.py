@@ -62,7 +62,7 @@ def exact_call(case: Case) -> tuple[Request, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _expected(case: Case) -> Values:
-    from kdacore.oracle import gate, recurrence, stages
+    from kdacore.oracle import commit, decode, gate, recurrence, stages
 
     request, inputs = exact_call(case)
     if case.family == "gate":
@@ -77,7 +77,9 @@ def _expected(case: Case) -> Values:
         }
         return named_results(case, of_stage[case.op](request, inputs))
     if case.family == "commit":
-        return named_results(case, recurrence.oracle_commit(request, inputs))
+        return named_results(case, commit.oracle_commit(request, inputs))
+    if case.family == "decode":
+        return named_results(case, decode.oracle_decode(request, inputs))
     return named_results(case, recurrence.oracle_forward(request, inputs))
 
 
@@ -88,7 +90,7 @@ def named_results(case: Case, result: Any) -> Values:
     if not isinstance(result, tuple):
         return {"gc" if case.op == "kda_chunk_gate" else "o": result}
     if case.family == "commit":
-        return {"final_state": result[0]}
+        return {"final_state": result[0]} | ({} if result[1] is None else {"conv_state": result[1]})
     named: Values = result._asdict()  # type: ignore[attr-defined]
     named.pop("saved", None)
     named |= zip(written_arguments(case), named.pop("written", ()), strict=False)

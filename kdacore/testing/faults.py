@@ -18,7 +18,7 @@ import numpy as np
 
 from kdacore.calls.description import specs
 from kdacore.calls.values import offsets
-from kdacore.ops import DIFFERENTIABLE
+from kdacore.ops import DIFFERENTIABLE, OPS
 from kdacore.testing.cases import Case
 
 Offsets = list[int]
@@ -73,10 +73,7 @@ def wants_gradients(case: Case) -> bool:
 def written(case: Case) -> tuple[str, ...]:
     """Arguments that the call writes."""
     pool = case.pool_use
-    state = () if pool is None or not pool.inplace else ("write_pool" if pool.separate else "initial_state",)
-    records = ("record_update", "record_key", "record_decay") if pool is not None and pool.records else ()
-    beside = records if case.family != "commit" else ()
-    return (*(("out",) if case.out else ()), *state, *beside)
+    return OPS[case.op].written_of(specs(case), pool is not None and pool.inplace)
 
 
 def faults_of(case: Case) -> tuple[str, ...]:

@@ -158,6 +158,7 @@ def is_meaningful(case: Case) -> bool:
         case.beta_dtype,
         case.bias_dtype,
         case.state_dtype,
+        case.weight_dtype,
         case.stage_dtype or "float32",
     }
     if not all(representable(case.kind, d) for d in dtypes):

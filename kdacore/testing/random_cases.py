@@ -129,7 +129,9 @@ def _base(
 def _sizes(case: Case, rng: Any, level: Level) -> Case:
     most = FULL_TOKENS if level == "full" else QUICK_TOKENS
     shape = case.shape
-    T = int(rng.integers(1, most)) if case.family != "recurrent" else int(rng.integers(1, 20))
+    if case.family in ("recurrent", "decode"):
+        most = 20 if case.family == "recurrent" else 17
+    T = int(rng.integers(1, most))
     H = int(rng.integers(1, 4))
     K, V = shape.K, shape.V
     if rng.random() < 0.5:
@@ -207,12 +209,36 @@ def _state(case: Case, rng: Any, level: Level) -> Case:
     return case
 
 
-_CHANGES = (_sizes, _packing, _gate, _norms, _dtypes, _state, draw_memory)
+def _around_the_recurrence(case: Case, rng: Any, level: Level) -> Case:
+    """Convolution and norm of the fused decode ops, and the convolution's state where records are committed."""
+    if case.family == "commit":
+        given = bool(rng.random() < 0.6)
+        rows, windows = (bool(rng.random() < 0.4) for _ in range(2))
+        return replace(case, conv_state_given=given, conv_indices=rows, conv_windows=windows)
+    if case.family != "decode":
+        return case
+    norm = pick(rng, "", "vector", "heads")
+    z = bool(norm and rng.random() < 0.7)
+    case = replace(
+        case,
+        conv_width=pick(rng, 0, 2, 3, 4, 4),
+        conv_bias=bool(rng.random() < 0.5),
+        conv_indices=bool(rng.random() < 0.4),
+        conv_windows=bool(rng.random() < 0.4),
+        norm=norm,
+        z=z,
+        weight_dtype=pick(rng, "float32", *usable_dtypes(case)),
+    )
+    case = case.having(norm_eps=pick(rng, None, 1e-3) if norm else None)
+    return case.having(norm_activation=pick(rng, None, "sigmoid", "silu") if z else None)
+
+
+_CHANGES = (_sizes, _packing, _gate, _norms, _dtypes, _state, _around_the_recurrence, draw_memory)
 
 
 def _check(case: Case, rng: Any, differentiable: bool) -> Case:
     """What is measured: a pool call, gradients where the base has them, or the forward results."""
-    if rng.random() < {"recurrent": 0.5, "chunk": 0.4, "commit": 1.0}.get(case.family, 0.0):
+    if rng.random() < {"recurrent": 0.5, "decode": 0.7, "chunk": 0.4, "commit": 1.0}.get(case.family, 0.0):
         return draw_pool(case, rng)
     differentiable = differentiable and rng.random() < 0.6
     return replace(case, check="gradients" if differentiable else "accuracy")

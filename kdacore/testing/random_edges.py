@@ -119,6 +119,8 @@ def _shared_rows(case: Case, rng: Any) -> Case:
     use = case.pool_use
     if use is None or use.indices != 1 or (use.inplace and not (use.separate and use.writes)):
         return case
+    if use.inplace and "conv_state" in specs(case) and not case.conv_indices:  # whose rows they would write
+        return case
     return replace(case, pool=replace(use, shared=True))
 
 

@@ -50,7 +50,7 @@ def _fits(pool: Pool, case: Case) -> bool:
 
 def _any(case: Case, rng: Any) -> Pool:
     """Any way that the contract has."""
-    recurrent = case.family == "recurrent"
+    recurrent = case.family in ("recurrent", "decode")
 
     def chance(share: float) -> bool:
         return bool(rng.random() < share)
@@ -60,7 +60,7 @@ def _any(case: Case, rng: Any) -> Pool:
     read_only = recurrent and not inplace and chance(0.5)
     writes = (pick(rng, 0, 1, 2) if recurrent else pick(rng, 0, 1)) if inplace else 0
     separate = bool(writes and not indices) or (inplace and indices > 0 and chance(0.4))
-    reads = indices > 0 or not separate or chance(0.5)
+    reads = indices > 0 or not separate or case.family == "decode" or chance(0.5)
     return Pool(
         indices=indices,
         inplace=inplace,

@@ -64,11 +64,12 @@ def _plain(case: Case, arrays: Arrays) -> dict[str, Any]:
 
 def _named(case: Case, result: Any) -> dict[str, Any]:
     if case.family == "commit":
-        return {"final_state": result}
-    if case.family == "recurrent":
+        whole = result if isinstance(result, tuple) else (result,)
+        return dict(zip(("final_state", "conv_state"), whole, strict=False))
+    if case.family in ("recurrent", "decode"):
         found = {n: x for n, x in zip(("o", "final_state"), result, strict=False) if x is not None}
-        written = result[2] if len(result) > 2 else ()
-        return found | dict(zip(written_arguments(case), written, strict=len(result) > 2))
+        written = [x for part in result[2:] for x in (part if isinstance(part, tuple) else (part,))]
+        return found | dict(zip(written_arguments(case), written, strict=bool(written)))
     if case.family == "chunk":
         names = ("o", "final_state", "checkpoints")
         return {n: x for n, x in zip(names, result, strict=False) if x is not None}

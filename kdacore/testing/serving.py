@@ -42,7 +42,7 @@ def request_of(case: Case) -> Request:
 def needs_grad(case: Case) -> bool:
     """Does the case's call have to be differentiable? A traced one might be, as far as its op and options allow."""
     if case.kind == "jax" and case.mode == "jit":
-        return case.family != "stage" and not case.pool
+        return case.family not in ("stage", "commit", "decode") and not case.pool
     return case.check in DIFFERENTIATES or wants_gradients(case)
 
 

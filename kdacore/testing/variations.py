@@ -36,6 +36,17 @@ class Variation:
     """Other fields of the case."""
 
 
+def _short(variations: list[Variation]) -> list[Variation]:
+    """Those that are served by a step of decoding: the forward alone, of few tokens a sequence."""
+    found = []
+    for v in variations:
+        lengths = v.shape.get("lengths", ())
+        tokens = max(lengths, default=v.shape.get("T", 1))
+        if v.check == "accuracy" and tokens <= 16 and "tiny_rows" not in v.fields:
+            found.append(v)
+    return found
+
+
 def _v(note: str, where: Where = "once", check: str = "accuracy", **rest: Any) -> Variation:
     """Variation with fields of the case as keywords beside ``shape`` and ``options``."""
     shape, options = rest.pop("shape", {}), rest.pop("options", {})
@@ -197,6 +208,7 @@ _PARTS: Mapping[str, frozenset[str]] = {
         {"indexed", "indexed_negative", "inplace", "inplace_negative", "fresh", "checkpoints"}
     ),
     "recurrent": frozenset(),
+    "decode": frozenset(),
     "commit": frozenset(),
 }
 """Ways of using pools that are parts of others: the full suite has them."""
@@ -386,6 +398,52 @@ RECURRENT = [
     _v("records", "once", "graph", pool="records", shape=_SERVED_TOKENS),
 ]  # fmt: skip
 
+_GATED: Any = {"norm": "vector", "z": True, "conv_bias": True}
+_SERVED_KDA: Any = {**MODEL, "output_final_state": True}
+DECODE = [
+    _v("", "everywhere"),
+    _v("decode", "dtype", shape=_DECODE, **_GATED),
+    _v("decode_model", "kind", shape={**_DECODE, "HV": 4, "V": "2K"}, options=MODEL, **_GATED),
+    *_short([*_PACKS, *_GATES, *_NORMS, *_LAYOUTS, *_STATES, *_HEADS]),
+    *[_v(f"T{T}", "full", shape={"T": T}) for T in (1, 2, 3, 16)],
+    *[_v(f"w{w}", shape={"T": 3}, conv_width=w, **_GATED) for w in (2, 3)],
+    _v("convolved", "kind", conv_width=0, norm="vector", z=True),
+    _v("convolved_alone", conv_width=0),
+    _v("norm_alone", norm="heads"),
+    _v("silu", options={"norm_activation": "silu", "norm_eps": 1e-3}, norm="heads", z=True),
+    _v("sigmoid", options={"norm_activation": "sigmoid"}, norm="vector", z=True),
+    _v("weights_as_x", "kind", weight_dtype="bfloat16", **_GATED),
+    _v("conv_rows", conv_indices=True, shape={"B": 4, "T": 3}),
+    *_pools("decode", {"B": 6, "T": 3}, "inplace_negative", "records"),
+    *[_v(f"{name}_gated", "once", "pool", pool=name, shape={"B": 6, "T": 3, "HV": 4}, conv_indices=i % 2 > 0,
+         options=_SERVED_KDA, **_GATED)
+      for i, name in enumerate(("inplace_null", "fresh", "moved", "candidates_moved", "accepted_inplace", "records"))],
+    *[_v(f"{name}_windows", "once", "pool", pool=name, shape={"B": 6, "T": 3}, conv_windows=True,
+         options={"output_final_state": True})
+      for name in ("candidates", "candidates_moved", "accepted_inplace", "records", "records_fresh")],
+    _v("candidates_pack", "once", "pool", pool="candidates_moved", shape=_SERVED_TOKENS, **_GATED),
+    _v("records_pack", "once", "pool", pool="records", shape=_SERVED_TOKENS, index_dtype="int32", **_GATED),
+    _v("windows_pack", "once", "pool", pool="records", shape=_SERVED_TOKENS, conv_windows=True, **_GATED),
+    _v("inplace_pack", "once", "pool", pool="inplace_null", shape=_SERVED_TOKENS, out=True, **_GATED),
+    _v("inplace_bf16", "once", "pool", pool="inplace_negative", shape={"B": 5, "T": 1}, state_dtype="bfloat16",
+       options={**_SERVED_KDA, "state_v_first": True}, **_GATED),
+    _v("records_strided", "once", "pool", pool="records", shape={"B": 5, "T": 3}, layout="padded", **_GATED),
+    _v("", "once", "causality", shape={"T": 16}, **_GATED),
+    _v("", "once", "causality_append", shape={"T": 16}, **_GATED),
+    _v("decode", "kind", "determinism", shape=_DECODE, **_GATED),
+    _v("", "kind", "batch_invariance", shape={"lengths": (3, 0, 1, 5)}, **_GATED),
+    _v("batch", "once", "batch_invariance", shape={"B": 3, "T": 2}, **_GATED),
+    _v("", "once", "uninitialised", shape={"lengths": (3, 0, 1, 5)}, **_GATED, **HARD),
+    _v("jit", "everywhere", mode="jit", **_GATED),
+    _v("jit_pool", "kind", "pool", mode="jit", pool="inplace_negative", shape={"B": 5, "T": 2}, **_GATED),
+    _v("jit_records", "kind", "pool", mode="jit", pool="records", shape=_SERVED_TOKENS, **_GATED),
+    _v("compile", "full", mode="compile", **_GATED),
+    _v("compile_pool", "full", "pool", mode="compile", pool="moved", shape={"B": 4, "T": 2}, **_GATED),
+    _v("autocast", "kind", mode="autocast", **_GATED),
+    _v("decode_pool", "once", "graph", pool="inplace_null", shape={"B": 6, "T": 1}, **_GATED),
+    _v("records", "once", "graph", pool="records", shape=_SERVED_TOKENS, **_GATED),
+]  # fmt: skip
+
 COMMIT = [
     *_pools("commit", {"B": 6, "T": 3}, "records"),
     _v("model", "kind", "pool", pool="records", shape={"B": 5, "T": 4, "HV": 4, "V": "2K"},
@@ -394,6 +452,10 @@ COMMIT = [
     _v("bf16", "once", "pool", pool="records", shape={"B": 5, "T": 4}, state_dtype="bfloat16"),
     _v("K60_V100", "once", "pool", pool="records", shape={"B": 3, "T": 4, "K": 60, "V": 100}),
     _v("strided", "once", "pool", pool="records", shape={"B": 3, "T": 4, "HV": 4}, layout="padded"),
+    _v("conv", "kind", "pool", pool="records", shape={"B": 6, "T": 4}, conv_state_given=True),
+    _v("conv_rows", "once", "pool", pool="records_moved", shape={"B": 6, "T": 4}, conv_state_given=True,
+       conv_indices=True),
+    _v("windows", "once", "pool", pool="records", shape={"B": 6, "T": 4}, conv_state_given=True, conv_windows=True),
     _v("jit", "kind", "pool", mode="jit", pool="records", shape={"B": 5, "T": 3}),
     _v("compile", "full", "pool", mode="compile", pool="records", shape={"B": 5, "T": 3}),
     _v("graph", "once", "graph", pool="records", shape={"B": 6, "T": 3}),
@@ -472,7 +534,7 @@ def variations_of(op: str, family: str) -> list[Variation]:
     if family == "stage":
         extra = {"kda_chunk_gate": STAGE_GATE, "delta_rule_chunk_state": STAGE_STATE}
         return [*STAGE, *extra.get(op, [])]
-    found = {"chunk": CHUNK, "recurrent": RECURRENT, "commit": COMMIT, "gate": GATE}[family]
+    found = {"chunk": CHUNK, "recurrent": RECURRENT, "decode": DECODE, "commit": COMMIT, "gate": GATE}[family]
     return [*found, *_flags_not_named(op, found)]
 
 

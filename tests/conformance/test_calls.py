@@ -50,7 +50,7 @@ def test_every_option_and_array_is_a_switch(op: str) -> None:
     assert wanted - implied - call_arguments.NOT_SWITCHES <= set(switches)
 
 
-@pytest.mark.parametrize("family", ["chunk", "recurrent", "commit", "gate", "stage"])
+@pytest.mark.parametrize("family", ["chunk", "recurrent", "decode", "commit", "gate", "stage"])
 def test_every_option_and_array_is_in_the_matrix(family: str) -> None:
     ops = [op for op in OPS if OPS[op].family == family]
     asked: set[str] = set()
@@ -76,7 +76,7 @@ def test_every_option_and_array_is_drawn() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_arrays_are_as_described(op: str) -> None:
     call = CallDescription(op=op, shape=Shape(1, 11, 1, 2, 8, 12, (4, 0, 5), 2), seed=3)
-    if OPS[op].family in ("commit", "gate"):
+    if OPS[op].family in ("commit", "decode", "gate"):
         call = replace(call, shape=Shape(2, 9, 1, 2, 8, 12))
     if op == "delta_rule_chunk_state":
         call = replace(call, initial_state=True)

@@ -23,7 +23,7 @@ def _plan():  # type: ignore[no-untyped-def]
 
 def _op_and_kind(op: str, kind: str) -> Any:
     """The chunked and recurrent ops with JAX arrays take minutes, as JAX compiles for every case."""
-    slow = kind == "jax" and DEFINITIONS[op].family in ("chunk", "recurrent")
+    slow = kind == "jax" and DEFINITIONS[op].family in ("chunk", "recurrent", "decode")
     return pytest.param(op, kind, marks=[pytest.mark.exhaustive] if slow else [])
 
 

@@ -77,7 +77,7 @@ def test_values_are_shaped_as_the_signature_says(op: str) -> None:
         check="accuracy",
         backend="reference",
         op=op,
-        shape=Shape(2, 20, 1, 2, 8, 12),
+        shape=Shape(2, 16, 1, 2, 8, 12),
         options=options_of,
         A_log=not stage,
         dt_bias="",

@@ -35,6 +35,13 @@ def _calls() -> list[CallDescription]:
                 call.changed(gates=gates) for gates in (GATES if not opdef.scalar_gate else ("random",))
             ]
             found += [call.changed(dtype="float16"), call.changed(dtype="bfloat16", state_dtype="bfloat16")]
+        elif opdef.family == "decode":
+            shape, around = Shape(B=5, T=3, HV=2), {"norm": "vector", "z": True, "conv_bias": True}
+            given = options(use_gate_in_kernel=True, inplace_state=True)
+            call = CallDescription(op=op, shape=shape, pool="records", out=True, options=given, **around)  # type: ignore[arg-type]
+            found += [
+                call.changed(gates=gates) for gates in (GATES if not opdef.scalar_gate else ("random",))
+            ]
         elif opdef.family == "commit":
             found.append(CallDescription(op=op, shape=Shape(B=5, T=3, HV=2), pool="records"))
         else:

@@ -98,7 +98,8 @@ def test_wrong_shapes_are_left_to_validation(seed: int) -> None:
 def test_each_axis_alone() -> None:
     """Every axis of every array, one longer and one shorter, in calls that use everything."""
     shape = {"B": 1, "T": 12, "H": 1, "HV": 2, "lengths": (5, 7), "K": 16, "V": 8}
-    for op, family in (("chunk_kda", "chunk"), ("fused_recurrent_kda", "recurrent")):
+    ops = {"chunk_kda": "chunk", "fused_recurrent_kda": "recurrent", "fused_decode_kda": "decode"}
+    for op, family in ops.items():
         for name, pool in POOLS.items():
             if not pool.suits(family):
                 continue

@@ -55,6 +55,14 @@ CALLS = {
         op="fused_recurrent_gated_delta_rule", kind="torch", shape=ROWS, initial_state=True, pool="inplace_whole",
         options=options(inplace_state=True),
     ),
+    "fused_decode_kda": CallDescription(
+        op="fused_decode_kda", kind="torch", shape=Shape(B=3, T=4, HV=2), pool="records", conv_windows=True, out=True,
+        norm="heads", z=True, conv_bias=True, options=options(use_gate_in_kernel=True, inplace_state=True),
+    ),
+    "fused_decode_gated_delta_rule": CallDescription(
+        op="fused_decode_gated_delta_rule", kind="torch", shape=Shape(B=3, T=4, HV=2), pool="candidates_other_pool",
+        norm="vector", options=options(inplace_state=True),
+    ),
     "commit_records": CallDescription(op="commit_records", kind="torch", shape=ROWS),
     "kda_gate": CallDescription(op="kda_gate", kind="torch", shape=ROWS),
     "kda_chunk_gate": CallDescription(op="kda_chunk_gate", kind="torch", shape=PACK),

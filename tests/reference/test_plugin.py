@@ -20,6 +20,8 @@ from kdacore.types import Backend, GateInputs
 OPS = {
     "chunk_kda": True,
     "fused_recurrent_kda": True,
+    "fused_decode_kda": False,
+    "fused_decode_gated_delta_rule": False,
     "commit_records": False,
     "kda_gate": True,
     "chunk_gated_delta_rule": True,

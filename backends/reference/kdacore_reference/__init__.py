@@ -43,6 +43,7 @@ _READ_ON_HOST = (
     "checkpoint_indices",
     "record_indices",
     "num_replayed",
+    "conv_indices",
 )
 
 
@@ -81,6 +82,11 @@ def _op(
     )
 
 
+_CONVOLUTION = frozenset({"conv", "conv_indices", "conv_windows"})
+_AROUND_THE_RECURRENCE = _CONVOLUTION | {"conv_bias", "output_gate", "output_norm"}
+_COMMITTING = _CONVOLUTION | {"grouped_value_heads", "null_index", "state_v_first", "write_indices"}
+
+
 def make_backend() -> Backend:
     """The backend named ``reference``: every op, every array kind, any device."""
     chunk_backward = _lazy("chunk_backward", "chunk_backward")
@@ -91,16 +97,17 @@ def make_backend() -> Backend:
     )
     decoding = SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out", "records"}
     recurrent = _op(_lazy("recurrent", "recurrent_forward"), decoding, chunk_backward)
+    around = (decoding - {"initial_state"}) | _AROUND_THE_RECURRENCE
+    decode = _op(_lazy("decode", "decode_forward"), around)
     gate_backward = _lazy("gate", "kda_gate_backward")
     ops = {
         "chunk_kda": chunk,
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_kda": recurrent,
         "fused_recurrent_gated_delta_rule": recurrent,
-        "commit_records": _op(
-            _lazy("records", "commit_records"),
-            frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
-        ),
+        "fused_decode_kda": decode,
+        "fused_decode_gated_delta_rule": decode,
+        "commit_records": _op(_lazy("records", "commit_records"), _COMMITTING),
         "kda_gate": _op(_lazy("gate", "kda_gate_forward"), GATE_FEATURES, gate_backward),
         **{stage: _op(_lazy("stages", stage), serves) for stage, serves in STAGE_FEATURES.items()},
     }

@@ -19,6 +19,7 @@ from kdacore_reference.arrays import (
     without_float_errors,
     write_rows,
 )
+from kdacore_reference.convolution import committed
 from kdacore_reference.states import checked_rows, read_states, states_of_pool
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def commit_records(request: Request, inputs: CommitInputs) -> CommitOutputs:
     S = read_states(request, inputs, [int(row) for row in rows.read], dtype)
     S = Records(request, inputs, range(request.N), rows).replayed(S)
     final = [int(row) for row in rows.final]
-    if all(row == ZEROS for row in final):
-        return CommitOutputs(inputs.initial_state)
-    return CommitOutputs(write_rows(inputs.initial_state, final, states_of_pool(request, inputs, S)))
+    pool = inputs.initial_state
+    if any(row != ZEROS for row in final):
+        pool = write_rows(pool, final, states_of_pool(request, inputs, S))
+    return CommitOutputs(pool, None if inputs.conv_state is None else committed(inputs, rows))

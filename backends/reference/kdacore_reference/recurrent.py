@@ -78,27 +78,41 @@ def recurrent_forward(request: Request, inputs: RecurrentInputs) -> Outputs:
         ContractError: an index or a count names what is not there, two name a row that is written, or a sequence has
             too many candidates. Nothing is written then.
     """
-    xp = array_namespace(inputs.q)
     sequences = sequences_of(request, inputs)
     rows = checked_state_rows(request, inputs, sequences)
-    plan = plan_recurrent(with_slots(sequences, rows))
-    starts = [rows.read[s.n] for s in plan.sequences]
-    S = read_states(request, inputs, starts, compute_dtype(xp, request))
-    records = (
-        NoRecords() if rows.records is None else Records(request, inputs, [s.n for s in plan.sequences], rows)
-    )
-    S = first = records.replayed(S)
-    writes = _StateWrites(request, inputs, plan, rows)
-    S, o = run_tokens(request, inputs, plan, S, writes.after_token, records.keep)
-    S = records.states_left(first, S)
-    o = cast(xp.reshape(o, (request.B, request.T, request.HV, request.V)), plain(inputs.v).dtype)
-    final = writes.final_state(S)
+    o, writes = recurrence(request, inputs, with_slots(sequences, rows), rows)
+    o = cast(o, plain(inputs.v).dtype)
     # The caller's arrays are written last, with values that are there: what fails before has changed none.
     o = write_output(inputs, o, last_row(request, sequences))
-    if request.inplace_state:
-        pool = writes.write_pool()
-        final = pool if request.output_final_state else None
-    return Outputs(o=o, final_state=final, written=records.write())
+    final, written = writes.write()
+    return Outputs(o=o, final_state=final, written=written)
+
+
+def recurrence(
+    request: Request, inputs: Any, sequences: list[Sequence], rows: StateRows
+) -> tuple[Array, StateWrites]:
+    """The recurrence of a call, with nothing written yet.
+
+    Args:
+        request: of the call.
+        inputs: its arrays.
+        sequences: those without a slot empty.
+        rows: of its pool and its records.
+
+    Returns:
+        ``o`` ``[B, T, HV, V]`` in the dtype of the arithmetic, and what is to be written.
+    """
+    xp = array_namespace(inputs.q)
+    plan = plan_recurrent(sequences)
+    starts = [rows.read[s.n] for s in plan.sequences]
+    S = read_states(request, inputs, starts, compute_dtype(xp, request))
+    numbers = [s.n for s in plan.sequences]
+    records = NoRecords() if rows.records is None else Records(request, inputs, numbers, rows)
+    S = first = records.replayed(S)
+    writes = StateWrites(request, inputs, plan, rows, records)
+    S, o = run_tokens(request, inputs, plan, S, writes.after_token, records.keep)
+    writes.finish(records.states_left(first, S))
+    return xp.reshape(o, (request.B, request.T, request.HV, request.V)), writes
 
 
 def run_tokens(
@@ -171,17 +185,23 @@ def run_tokens(
     return S, xp.take(by_step, index_array(inverse, by_step), axis=0)
 
 
-class _StateWrites:
-    """Keeps the states that are written: those of a new array, or of rows of the caller's."""
+class StateWrites:
+    """Keeps the states that are written: those of a new array, or of rows of the caller's; and records."""
 
     def __init__(
-        self, request: Request, inputs: RecurrentInputs, plan: RecurrentPlan, rows: StateRows
+        self,
+        request: Request,
+        inputs: Any,
+        plan: RecurrentPlan,
+        rows: StateRows,
+        records: Records | NoRecords,
     ) -> None:
         self.request, self.inputs = request, inputs
         self.numbers = [s.n for s in plan.sequences]
-        self.rows = rows
+        self.rows, self.records = rows, records
         self.pending: list[tuple[list[int], Array]] = []
         """Row numbers of the pool, and what they are to hold."""
+        self.final: Array | None = None
 
     def _states(self, S: Array) -> Array:
         return array_namespace(S).reshape(S, (-1, self.request.HV, self.request.K, self.request.V))
@@ -194,21 +214,24 @@ class _StateWrites:
         if self.rows.per_token is not None:
             self._keep([int(self.rows.per_token[number, t]) for number in self.numbers[:n]], S)
 
-    def final_state(self, S: Array) -> Array | None:
-        """The array to return as ``final_state``; None where the states go to a pool, for which this records them."""
+    def finish(self, S: Array) -> None:
+        """Keep the last states."""
         if self.request.inplace_state:
             self._keep([int(self.rows.final[n]) for n in self.numbers], S)
-            return None
+            return
         if not self.request.output_final_state:
-            return None
+            return
         xp = array_namespace(S)
         positions = sorted(range(len(self.numbers)), key=lambda i: self.numbers[i])
         ordered = xp.take(state_layout(self._states(S), self.request), index_array(positions, S), axis=0)
-        return cast(ordered, state_dtype(self.request, self.inputs, xp))
+        self.final = cast(ordered, state_dtype(self.request, self.inputs, xp))
 
-    def write_pool(self) -> Array:
-        """The caller's pool with the states that were kept; for JAX an updated one."""
+    def write(self) -> tuple[Array | None, tuple[Array, ...]]:
+        """Write the states and records that were kept. Returns what the call returns as ``final_state``, and for JAX,
+        whose arrays cannot be written, the new records."""
+        if not self.request.inplace_state:
+            return self.final, ()
         pool = getattr(self.inputs, self.request.written_pool)
         for rows, states in self.pending:
             pool = write_rows(pool, rows, states)
-        return pool
+        return pool if self.request.output_final_state else None, self.records.write()

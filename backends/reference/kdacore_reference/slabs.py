@@ -269,10 +269,10 @@ def zero_rows(rows: Array, gaps: list[slice]) -> Array:
 
 
 def write_output(inputs: Any, o: Array, rows: int) -> Array:
-    """``o`` ``[B, T, HV, V]`` in the dtype of ``v``; in ``out``, where it is given, its first
+    """``o`` ``[B, T, HV, V]`` in the dtype of the tokens; in ``out``, where it is given, its first
     ``rows`` rows."""
     if inputs.out is None:
-        return cast(o, plain(inputs.v).dtype)
+        return cast(o, plain(inputs[0]).dtype)
     memory = plain(inputs.out)
     here = (slice(None), slice(rows)) if o.shape[0] == 1 else ...  # only a pack has rows of no sequence
     memory[here] = cast(o[here], memory.dtype)

@@ -15,8 +15,8 @@ from kdacore.testing.expected import Weights, weights
 from kdacore.testing.poisoned_arrays import arrays, place
 from kdacore.testing.run_call import forward, watched
 
-_TOKENS = frozenset({"q", "k", "v", "g", "beta", "o", "log_decay"})
-_STATES = frozenset({"initial_state", "final_state"})
+_TOKENS = frozenset({"q", "k", "v", "g", "beta", "x", "z", "o", "log_decay"})
+_STATES = frozenset({"initial_state", "final_state", "conv_state"})
 
 Cut = Callable[[str, Any], Any]
 """``cut(name, x)``: the part of an argument, a result or a gradient that belongs to one sequence."""

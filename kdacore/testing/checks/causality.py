@@ -70,9 +70,10 @@ def _other_tokens(case: Case) -> Values:
     other = host_values(replace(case, seed=case.seed + 1000))
     wanted = specs(case)
     harder = other["g"] + 2.0 if case.raw_gate else np.maximum(8.0 * other["g"], _lowest(case))
+    larger = "v" if "v" in other else "x"
     return {
         **other,
-        "v": rounded(4.0 * other["v"], wanted["v"].dtype),
+        larger: rounded(4.0 * other[larger], wanted[larger].dtype),
         "g": rounded(harder, wanted["g"].dtype),
     }
 
@@ -85,7 +86,7 @@ def _lowest(case: Case) -> float:
 def changed_after(values: Values, other: Values, t: int) -> Values:
     """``values`` with every token after t taken from ``other``."""
     changed = dict(values)
-    for name in PER_TOKEN:
+    for name in values.keys() & {*PER_TOKEN}:
         x = values[name].copy()
         x[:, t + 1 :] = other[name][:, t + 1 :]
         changed[name] = x

@@ -21,7 +21,7 @@ def check_memory(case: Case, placed: dict[str, Placed], results: dict[str, Any],
     """
     written = {"o"} if "out" in placed else set()
     if case.family == "commit" or case.option("inplace_state", False):
-        written.add("final_state")
+        written |= {"final_state", "conv_state"}
     others = {name: memory for name, p in placed.items() if (memory := memory_of(p.view))}
     for name, x in results.items():
         memory = memory_of(x)

@@ -209,7 +209,7 @@ def test_records_of_the_gated_delta_rule_are_made_beside_walks() -> None:
     """Where walks leave enough multiprocessors, and there are enough chunks of key heads."""
 
     def beside(r: Request, multiprocessors: int = 132) -> bool:
-        return chosen(r, multiprocessors).beside
+        return chosen(r, multiprocessors).records == "beside"
 
     assert [beside(gated_delta(n)) for n in (23, 36, 37)] == [True, True, False]
     assert [beside(gated_delta(16, B=n, N=n)) for n in (2, 3)] == [True, False]
@@ -223,6 +223,19 @@ def test_records_of_the_gated_delta_rule_are_made_beside_walks() -> None:
     assert [beside(r) for r in sequences.values()] == [True, False]
     saving = gated_delta(23, disable_recompute=True, needs_grad=True)
     assert not beside(saving)
+
+
+def test_which_calls_may_have_records_made_within_walking_blocks() -> None:
+    """None has them yet; units are counted in 20 bits, and packs ordered by length have up to 32 sequences."""
+    assert choice.may_make_records_within(gated_delta(64, T=8192), 132)
+    assert [choice.may_make_records_within(gated_delta(32, T=64 * n), 132) for n in (32_762, 32_763)] == [
+        True,
+        False,
+    ]
+    for n in (32, 33):
+        r = dataclasses.replace(packed(1, N=n, T=65536), op="chunk_gated_delta_rule")
+        assert choice.may_make_records_within(r, 132) == (n == 32)
+    assert not choice.use_records_within(gated_delta(64, T=8192), 132)
 
 
 def test_the_gated_delta_rule_saves_operands_where_it_is_not_cut() -> None:

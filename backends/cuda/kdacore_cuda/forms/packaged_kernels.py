@@ -12,13 +12,14 @@ from kdacore_cuda.forms.backward import kernels as backward
 from kdacore_cuda.forms.dataflow import kernels as dataflow
 from kdacore_cuda.forms.fused import kernels as fused
 from kdacore_cuda.forms.gated_delta import kernels as gated_delta
-from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
+from kdacore_cuda.forms.recurrent import kernels as recurrent
 from kdacore_cuda.forms.segments import kernels as segments
 from kdacore_cuda.forms.slices import kernels as slices
 from kdacore_cuda.forms.stages import kernels as stages
 from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
+_RECORD_MODES = RecurrentMode.GENERAL, RecurrentMode.CONTIGUOUS
 _WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
 
 
@@ -29,7 +30,13 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     Not packaged, and so compiled on the first call: stages with K != V and, except on Hopper, the
     chunk forward with a float32 ``g``.
     """
-    kernels = [_each(recurrent_kernel, HEAD_DIMS, _EITHER, _EITHER, RecurrentMode)]
+    states = HEAD_DIMS, _EITHER, _EITHER
+    kernels = [
+        _each(recurrent.recurrent_kernel, *states, RecurrentMode),
+        _each(recurrent.records_kernel, *states, _RECORD_MODES),
+        _each(recurrent.record_tokens_kernel, HEAD_DIMS),
+        _each(recurrent.commit_kernel, *states),
+    ]
     kernels += _of_hopper() if arch == HOPPER else []
     for K in HEAD_DIMS:
         kernels += _of_head_dim(K, arch)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.kernel_parameters import RECURRENT
+from kdacore_cuda.kernel_parameters import RECURRENT, RECURRENT_RECORDS, ParamStruct
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 FULL_DEVICE_ITEMS = 128
@@ -73,9 +73,27 @@ def grid_blocks(r: Request, tile: RecurrentTile) -> int:
 def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
     """The recurrent kernel for one head dim, state layout, state dtype and mode. Arguments as of
     :func:`recurrent_tile`."""
+    return _make("recurrent", RECURRENT, K, v_first, bf16_state, mode)
+
+
+@cache
+def records_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
+    """The same with records of candidates, for the first two modes."""
+    return _make("recurrent_records", RECURRENT_RECORDS, K, v_first, bf16_state, mode)
+
+
+@cache
+def commit_kernel(K: int, v_first: bool, bf16_state: bool) -> Kernel:
+    """The kernel that applies records to states without tokens."""
+    return _make("commit_records", RECURRENT_RECORDS, K, v_first, bf16_state, RecurrentMode.GENERAL)
+
+
+def _make(
+    name: str, params: ParamStruct, K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode
+) -> Kernel:
     tile = recurrent_tile(K, v_first, bf16_state, mode)
     return make_kernel(
-        *("common/recurrent/recurrent", RECURRENT),
+        *(f"common/recurrent/{name}", params),
         K_DIM=K,
         WARPS=tile.warps,
         ROWS=tile.rows,
@@ -86,3 +104,19 @@ def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMod
         STATE_BF16=bf16_state,
         MODE=mode,
     )
+
+
+_TOKEN_THREADS, _TOKEN_CHANNELS = 128, 4
+"""Of the kernel :func:`record_tokens_kernel`: threads of a block, channels of a thread."""
+
+
+@cache
+def record_tokens_kernel(K: int) -> Kernel:
+    """The kernel that writes keys and decays of a call's tokens into their records."""
+    macros = {"K_DIM": K, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL}
+    return make_kernel("common/recurrent/record_tokens", RECURRENT_RECORDS, **macros)
+
+
+def record_tokens_blocks(r: Request, slots: int) -> int:
+    """Blocks of its launch, for so many tokens of a sequence."""
+    return -(-r.N * r.HV * slots * (r.K // _TOKEN_CHANNELS) // _TOKEN_THREADS)

@@ -73,13 +73,13 @@ def grid_blocks(r: Request, tile: RecurrentTile) -> int:
 def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
     """The recurrent kernel for one head dim, state layout, state dtype and mode. Arguments as of
     :func:`recurrent_tile`."""
-    return _make("recurrent", RECURRENT, K, v_first, bf16_state, mode)
+    return _make("recurrent", RECURRENT, K, v_first, bf16_state, mode, False)
 
 
 @cache
 def records_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
     """The same with records of candidates, for the first two modes."""
-    return _make("recurrent_records", RECURRENT_RECORDS, K, v_first, bf16_state, mode)
+    return _make("recurrent", RECURRENT_RECORDS, K, v_first, bf16_state, mode, True)
 
 
 @cache
@@ -89,7 +89,13 @@ def commit_kernel(K: int, v_first: bool, bf16_state: bool) -> Kernel:
 
 
 def _make(
-    name: str, params: ParamStruct, K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode
+    name: str,
+    params: ParamStruct,
+    K: int,
+    v_first: bool,
+    bf16_state: bool,
+    mode: RecurrentMode,
+    records: bool | None = None,
 ) -> Kernel:
     tile = recurrent_tile(K, v_first, bf16_state, mode)
     return make_kernel(
@@ -102,6 +108,7 @@ def _make(
         COLUMNS=tile.columns,
         V_FIRST=v_first,
         STATE_BF16=bf16_state,
+        RECORDS=records,
         MODE=mode,
     )
 

@@ -91,7 +91,7 @@ def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Pr
 def _program_with_records(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
     kernel, tokens = kernels.records_kernel(K, v_first, bf16_state, mode), kernels.record_tokens_kernel(K)
     steps = (
-        Launch("recurrent_records", kernel, "blocks", _FIELDS),
+        Launch("recurrent", kernel, "blocks", _FIELDS),
         Launch("record_tokens", tokens, "record_blocks", _FIELDS),
     )
     numbers = (*_NUMBERS, *RECORD_NUMBERS, "record_blocks")

@@ -11,6 +11,19 @@ __device__ __forceinline__ void store_float(u64 base, long long index, float x) 
   reinterpret_cast<float*>(base)[index] = x;
 }
 
+// The parameters of a kernel with and without records. What reads those of records is a template, as a
+// kernel without them compiles it, too, but for its body.
+template <bool WITH_RECORDS>
+struct ChooseParams {
+  using type = RecurrentParams;
+};
+template <>
+struct ChooseParams<true> {
+  using type = RecurrentRecordsParams;
+};
+template <bool WITH_RECORDS>
+using RecurrentOf = typename ChooseParams<WITH_RECORDS>::type;
+
 // The records of one sequence and value head, by the addresses of the first one.
 struct Records {
   bool exist;
@@ -18,7 +31,8 @@ struct Records {
   u64 update, key, decay;
 };
 
-__device__ __forceinline__ Records records_of(const RecurrentRecordsParams& p, const Item& it) {
+template <class Params>
+__device__ __forceinline__ Records records_of(const Params& p, const Item& it) {
   const int row = load_number(p.record_indices, it.n + it.zero, p.wide_records);
   Records r = {is_slot(p, row), 0, 0, 0, 0};
   if (!r.exist) return r;

@@ -11,7 +11,8 @@
 // The part of a record that a lane loads, as its part of a token.
 using Record = RecordOf<TOKEN_CHANNELS, OUT>;
 
-__device__ __forceinline__ Record load_record(const RecurrentRecordsParams& p, const Records& r,
+template <class Params>
+__device__ __forceinline__ Record load_record(const Params& p, const Records& r,
                                               const LanePosition& at, int j) {
   Record x;
 #pragma unroll
@@ -25,7 +26,8 @@ __device__ __forceinline__ Record load_record(const RecurrentRecordsParams& p, c
 }
 
 // Applies the records that precede the call.
-__device__ __forceinline__ void replay(const RecurrentRecordsParams& p, float (&s)[ROWS][VECTOR], const Records& r,
+template <class Params>
+__device__ __forceinline__ void replay(const Params& p, float (&s)[ROWS][VECTOR], const Records& r,
                                        const LanePosition& at) {
   if (!r.replayed) return;
   Record x = load_record(p, r, at, 0);
@@ -43,8 +45,10 @@ __device__ __forceinline__ void round_state(float (&s)[ROWS][VECTOR]) {
   for (int i = 0; i < ROWS; ++i) unpack_state(s[i], pack_state(s[i]));
 }
 
-__device__ __forceinline__ void store_update(const RecurrentRecordsParams& p, const Records& r,
+template <class Params>
+__device__ __forceinline__ void store_update(const Params& p, const Records& r,
                                              const LanePosition& at, int t, const float (&update)[OUT]) {
+  if (t >= p.records) return;
 #pragma unroll
   for (int i = 0; i < OUT; ++i)
     store_float(r.update, t * p.update_st + (at.v + i) * p.update_sv, update[i]);

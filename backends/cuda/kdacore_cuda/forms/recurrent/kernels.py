@@ -45,6 +45,15 @@ multiprocessor of the first three modes; the fourth has the third's."""
 _SEVERAL_TOKENS = {(128, False, False): RecurrentTile(4, 16, 3, 64, parts=2)}
 """The same -> the tile of the mode CONTIGUOUS where it is not the usual one. The order of sums is the same."""
 
+_BLOCKS_WITH_RECORDS = {
+    (64, True, True): 8,
+    (128, False, True): 3,
+    (128, True, False): 16,
+    (128, True, True): 8,
+}
+"""The same -> blocks per multiprocessor of the mode CONTIGUOUS with records of candidates, where as many as without
+them would leave too few registers."""
+
 
 @cache
 def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
@@ -98,6 +107,9 @@ def _make(
     records: bool | None = None,
 ) -> Kernel:
     tile = recurrent_tile(K, v_first, bf16_state, mode)
+    if records and mode == RecurrentMode.CONTIGUOUS:
+        blocks = _BLOCKS_WITH_RECORDS.get((K, v_first, bf16_state), tile.min_blocks)
+        tile = tile._replace(min_blocks=blocks)
     return make_kernel(
         *(f"common/recurrent/{name}", params),
         K_DIM=K,

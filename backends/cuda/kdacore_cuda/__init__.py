@@ -114,13 +114,13 @@ def make_backend() -> Backend:
     recurrent = _op(
         forward=_by_kind("forms.recurrent.forward", "forward"),
         serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.RECURRENT_FEATURES | {"out", "records"},
-        verifiers=_COMMON + _verifiers("head_dims", "records"),
+        verifiers=_COMMON + _verifiers("head_dims"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )
     commit = _op(
-        forward=_lazy("forms.recurrent.commit", "commit_records"),
+        forward=_by_kind("forms.recurrent.commit", "commit_records"),
         serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
-        verifiers=_COMMON + _verifiers("head_dims", "records"),
+        verifiers=_COMMON + _verifiers("head_dims"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"
     return Backend(

@@ -109,14 +109,6 @@ def grid_size(request: Request) -> Reason | None:
 
 
 @common.reads_no_lengths
-def records(request: Request) -> Reason | None:
-    """Records of candidates are written in place, which JAX arrays cannot be."""
-    if request.kind != "jax" or not request.has("record_update"):
-        return None
-    return Reason("option", "has records of candidates for torch tensors only", "jax", "torch tensors")
-
-
-@common.reads_no_lengths
 def gradients(request: Request) -> Reason | None:
     """The backward exists for Hopper."""
     arch = request.device.arch

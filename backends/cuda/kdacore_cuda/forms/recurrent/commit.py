@@ -6,6 +6,7 @@ from functools import cache
 
 from kdacore.types import CommitInputs, CommitOutputs, Request
 from kdacore_cuda.choice import RecurrentMode
+from kdacore_cuda.forms.launches import ROWS, Launches
 from kdacore_cuda.forms.recurrent import kernels
 from kdacore_cuda.forms.recurrent.record_numbers import (
     PARTS,
@@ -25,7 +26,7 @@ from kdacore_cuda.runtime.torch_arguments import contiguous, contiguous_rows
 _FIELDS = {"h0": "initial_state", "ht": "final_state", "indices": "state_indices", "writes": "write_indices"}
 _ARRAYS = ("initial_state", "final_state", "state_indices", "write_indices", *RECORD_ARRAYS)
 _NUMBERS = (
-    *("h0_row", "ht_row", "hv_factor", "hv_shift", "group_factor", "group_shift", "N", "H", "HV"),
+    *(*ROWS, "hv_factor", "hv_shift", "group_factor", "group_shift", "N", "H", "HV"),
     *("null_index", "flags", "indices_row", "writes_row", "blocks", *RECORD_NUMBERS),
 )
 
@@ -62,8 +63,9 @@ def commit_records(request: Request, inputs: CommitInputs) -> CommitOutputs:
     return CommitOutputs(pool)
 
 
-def _pack(r: Request, row: int, strides: tuple[int, ...]) -> tuple[Program, bytes, str]:
-    dtypes = dtypes_of(r)
+def launches_of(r: Request) -> Launches:
+    """The launch of a call whose arrays are all contiguous."""
+    dtypes, row = dtypes_of(r), r.HV * r.K * r.V
     kind = r.K, r.state_v_first, r.state_dtype == "bfloat16"
     flags = FLAGS["INDEX64"] * (dtypes["state_indices"] == "int64")
     flags |= FLAGS["WRITES64"] * (dtypes[r.written_indices] == "int64")
@@ -72,9 +74,13 @@ def _pack(r: Request, row: int, strides: tuple[int, ...]) -> tuple[Program, byte
         kernels.grid_blocks(r, kernels.recurrent_tile(*kind, RecurrentMode.GENERAL)),
     )
     numbers = dict(zip(_NUMBERS, (*values, *numbers_of_records(r).values()), strict=True))
-    numbers |= zip(RECORD_STRIDES, strides, strict=True)
-    program = _program(*kind)
-    return program, program.pack_numbers(numbers), arch_of(r)
+    return Launches(_program(*kind), numbers, arch_of(r))
+
+
+def _pack(r: Request, row: int, strides: tuple[int, ...]) -> tuple[Program, bytes, str]:
+    made = launches_of(r)
+    given = zip((*ROWS, *RECORD_STRIDES), (row, row, *strides), strict=True)
+    return made.program, made.program.pack_numbers({**made.numbers, **dict(given)}), made.arch
 
 
 _packed = PlanCache(_pack)

@@ -116,7 +116,8 @@ def _check_records(
     update, key, decay = RECORDS
     bound = result_bound(case, decay, placed[decay].view)
     findings.close(decay, got[decay], want[decay], bound)
-    findings.close("update and key", *[_added(x[update], x[key]) for x in (got, want)], bound)
+    added, exact = (_added(x[update], x[key]) for x in (got, want))
+    findings.close("update and key", added, exact, bound)
 
 
 def _added(update: Any, key: Any) -> Any:

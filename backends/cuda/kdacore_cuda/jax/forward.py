@@ -20,7 +20,7 @@ from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms import chunk_launches
 from kdacore_cuda.forms.gated_delta import launches as gated_delta_launches
 from kdacore_cuda.forms.launches import Launches
-from kdacore_cuda.forms.recurrent import commit
+from kdacore_cuda.forms.recurrent import commit_launches
 from kdacore_cuda.forms.recurrent import launches as recurrent_launches
 from kdacore_cuda.forms.recurrent.record_numbers import PARTS
 from kdacore_cuda.forms.stages import launches as stage_launches
@@ -50,7 +50,7 @@ def commit_records(request: Request, inputs: CommitInputs) -> CommitOutputs:
 
 def _run_commit(r: Request, arrays: Arrays, groups: int) -> Arrays:
     in_place = {"final_state": "initial_state"}
-    found = make_launches(r, commit.launches_of(r), arrays, {}, in_place)
+    found = make_launches(r, commit_launches.launches_of(r), arrays, {}, in_place)
     return {name: found[name] for name in in_place}
 
 

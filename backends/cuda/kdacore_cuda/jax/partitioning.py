@@ -39,7 +39,7 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
 
     def part(mesh: Mesh, operands: Arrays, made: Any) -> tuple[Mesh, Place, Any]:
         mesh, known = partitioned(request.op, mesh, operands)
-        tokens = known.get("v", known.get("record_update"))  # heads are their third axis
+        tokens = known["v" if "v" in known else "record_update"]  # heads are their third axis
         place = place_of(tokens.sharding, request.B, request.H, batch_is_whole=batch_is_whole)
         own = part_of(request, place.rows, place.parts)
 

@@ -69,6 +69,9 @@ def axes_of(request: Request, name: str, ndim: int, *, batch_is_whole: bool) -> 
         "A_log": heads,
         "dt_bias": heads if request.scalar_gate else bias,
         **dict.fromkeys(("initial_state", "write_pool", "final_state", "d_final_state"), f"{rows} {states}"),
+        "record_update": f"{name}_rows {name}_n {heads} w",
+        "record_key": f"{name}_rows {name}_n h k",
+        "record_decay": f"{name}_rows {name}_n {heads}" + " k" * (ndim == 4),
         "checkpoints": f"{name}_rows {states}" if ndim == 4 else f"{batch} {name}_rows {states}",
         **({} if batch_is_whole else dict.fromkeys(("state_indices", "has_initial_state"), "b")),
     }

@@ -24,6 +24,8 @@ from kdacore_cuda.kernel_parameters import ParamStruct
 HERE = Path(__file__).parent / "emulation"
 STRUCTS = {x.name: x for x in vars(kernel_parameters).values() if isinstance(x, ParamStruct)}
 """Structs of parameters, by their names in C."""
+_CHOSEN = {"RecurrentOf": ("RecurrentParams", "RecurrentRecordsParams")}
+"""Those that depend on the macro RECORDS, by the name of what chooses."""
 COMPILE = (
     "g++",
     "-std=c++17",
@@ -78,10 +80,15 @@ def build(kernel: KernelSource, params: ParamStruct) -> ctypes.CDLL:
     return _build(kernel, params, f"-DEVERY_LANE={int(os.environ.get(EVERY_LANE) == '1')}")
 
 
+def params_of(kernel: KernelSource) -> ParamStruct:
+    """The struct that the kernel takes by value."""
+    (name,) = re.findall(r"KDA_PARAM (\w+)", kernel.read())
+    return STRUCTS[_CHOSEN[name][kernel.macros["RECORDS"]] if name in _CHOSEN else name]
+
+
 def launch_sizes(kernel: KernelSource) -> LaunchSizes:
     """What the kernel says of itself, as the CPU's compiler sees it."""
-    (name,) = re.findall(r"KDA_PARAM (\w+)", kernel.read())
-    params = STRUCTS[name]
+    params = params_of(kernel)
     library = build(kernel, params)
     shared = (library.shared_bytes_of(kind) for kind in range(library.kinds_of_blocks()))
     return LaunchSizes(library.threads_of_block(), params.size, tuple(shared))

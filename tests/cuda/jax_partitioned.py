@@ -110,6 +110,22 @@ def run(HV: int) -> None:
     split = jax.device_put(pool, NamedSharding(MESH, P(None, "heads")))
     check("decode", decode, [split, place(token, None), slots], [pool, token, slots])
 
+    rng, rows = np.random.default_rng(2), jnp.array([1, 3, 0, -1], jnp.int32)
+    parts = [(HV, K), (token["q"].shape[2], K), (HV, K)]
+    records = tuple([jnp.asarray(0.3 * rng.random((4, 2, *part)), jnp.float32) for part in parts])
+    counts = jnp.array([2, 1, 0, 0], jnp.int32)
+
+    def verify(pool: Any, x: dict[str, Any], slots: Any, records: Any) -> Any:
+        given = {"records": records, "record_indices": rows, "num_replayed": counts}
+        return decode(pool, x | given, slots)
+
+    def commit(pool: Any, slots: Any, records: Any) -> Any:
+        return kdacore.commit_records(pool, slots, records, rows, counts, backend=NAME)
+
+    heads = jax.device_put(records, NamedSharding(MESH, P(None, None, "heads")))
+    check("verify", verify, [split, place(token, None), slots, heads], [pool, token, slots, records])
+    check("commit", commit, [split, slots, heads], [pool, slots, records])
+
     flat = x | {"dt_bias": x["dt_bias"].reshape(-1)}
     check("flat", lambda x: call(x)[0], [place(flat, "data")], [flat])
 
@@ -249,7 +265,7 @@ if __name__ == "__main__":
     emulation.register(handler, "test.native")
     emulation.install(MonkeyPatch(), device, handler, "test.native")
     device.run = device.emulate
-    ops = "chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda"
+    ops = "chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda", "commit_records"
     REGISTRY.register(Plugin(*ops, kind="jax"), NAME)
     if sys.argv[1] == "tokens":
         run_tokens()

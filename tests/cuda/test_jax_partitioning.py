@@ -32,7 +32,8 @@ def test_rows_and_heads_are_split(heads: int) -> None:
     """Results have the bits of one device alone, except for the gradients of parameters, which are added up over rows:
     one all-reduce. ``flat``: dt_bias with heads and channels in one axis."""
     found = run_script(str(heads))
-    assert found == {"training": "same all-reduce=1", "pack": "same", "decode": "same", "flat": "same"}
+    serving = dict.fromkeys(("decode", "verify", "commit"), "same")
+    assert found == {"training": "same all-reduce=1", "pack": "same", "flat": "same", **serving}
 
 
 def test_rows_split_along_their_tokens_are_refused() -> None:

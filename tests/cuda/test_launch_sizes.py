@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +60,7 @@ def test_sizes_are_the_same_on_every_architecture() -> None:
 @pytest.mark.quick
 def test_structs_of_parameters_have_the_size_that_the_host_packs() -> None:
     for kernel, arch in PACKAGED:
-        (name,) = re.findall(r"KDA_PARAM (\w+)", kernel.read())
-        assert sizes_of(kernel, arch).parameters == emulator.STRUCTS[name].size, kernel.name
+        assert sizes_of(kernel, arch).parameters == emulator.params_of(kernel).size, kernel.name
 
 
 def by_source(every: bool) -> Iterator[object]:

@@ -117,9 +117,14 @@ def make_backend() -> Backend:
     )
     recurrent = _op(
         forward=_by_kind("forms.recurrent.forward", "forward"),
-        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.RECURRENT_FEATURES | {"out"},
+        serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.RECURRENT_FEATURES | {"out", "records"},
         verifiers=_COMMON + _verifiers("head_dims"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
+    )
+    commit = _op(
+        forward=_by_kind("forms.recurrent.commit", "commit_records"),
+        serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
+        verifiers=_COMMON + _verifiers("head_dims"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"
     return Backend(
@@ -131,6 +136,7 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": gated_delta,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
+            "commit_records": commit,
             "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra", "intra_head_dim"),
             "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u", "recompute_head_dims"),
         },

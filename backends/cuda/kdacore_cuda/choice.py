@@ -443,12 +443,13 @@ _MODES = {
 
 
 def recurrent_mode(r: Request) -> RecurrentMode:
-    """The most specialised kernel that serves the call if its arrays are contiguous."""
+    """The most specialised kernel that serves the call if its arrays are contiguous. With records of candidates
+    there are only the first two modes."""
     types = {name: spec.dtype for name, spec in r.tensors if name in ("v", "g", "beta", "dt_bias")}
     no_float16 = r.dtype == "bfloat16" and "float16" not in types.values()
     if not no_float16 or r.packed or r.B * r.T * r.HV * r.K >= 2**31:
         return RecurrentMode.GENERAL
-    one_token = r.T == 1 and r.state_indices_ndim == 1
+    one_token = r.T == 1 and r.state_indices_ndim == 1 and not r.has("record_update")
     if r.scalar_gate:
         return RecurrentMode.ONE_TOKEN_HEAD_GATE if one_token else RecurrentMode.GENERAL
     usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"

@@ -114,6 +114,25 @@ that are read; ``writes``: those that are written, 0 where sequence n writes row
 sequence, 0 if all have. ``fills_device``: the grid occupies the whole device, so the next launch may be placed before
 this one begins."""
 
+RECORD_STRIDES = tuple(
+    f"{name}_{axis}"
+    for name, axes in (("update", "sr st sh sv"), ("key", "sr st sh sk"), ("decay", "sr st sh sk"))
+    for axis in axes.split()
+)
+RECORDS = ParamStruct(
+    "RecordsParams",
+    (
+        *_fields("ptr", "record_update record_key record_decay record_indices num_replayed"),
+        *_fields("i64", " ".join(RECORD_STRIDES)),
+        *_fields("i64", "records record_slots wide_records wide_counts"),
+    ),
+)
+RECURRENT_RECORDS = _joined("RecurrentRecordsParams", RECORDS, RECURRENT)
+"""Parameters of the recurrent kernels with records of candidates: where these lie, strides in elements (of rows,
+records, heads, and columns or channels; the last is 0 with one decay a head), and how many there are in a row, of
+which a call writes the first ``record_slots``. ``wide_records``, ``wide_counts``: ``record_indices`` and
+``num_replayed`` have 64 bits."""
+
 INTRA = ParamStruct(
     "IntraParams",
     (
@@ -306,6 +325,7 @@ TICKETS_BYTES = 128
 _STRUCTS = {
     "chunk_forward_params": (CHUNK_FORWARD,),
     "recurrent_params": (RECURRENT,),
+    "recurrent_records_params": (RECORDS, RECURRENT_RECORDS),
     "stage_params": (INTRA, RECOMPUTE),
     "chunk_backward_params": (CHUNK_BACKWARD, SUMS, GROUPS),
     "prepare_marked_params": (UNIT_MARKS, PREPARE_MARKED),

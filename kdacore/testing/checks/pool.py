@@ -16,6 +16,8 @@ from kdacore.testing.expected import expected, written_arguments
 from kdacore.testing.poisoned_arrays import Placed, arrays, place
 from kdacore.testing.run_call import forward, watched
 
+RECORDS = ("record_update", "record_key", "record_decay")
+
 
 def pool(case: Case, findings: Findings) -> None:
     """One call on pools whose rows hold NaN unless they are to be read."""
@@ -49,8 +51,10 @@ def check_pool(
     if "o" in want:
         check_result(case, "o", results["o"], want["o"], findings)
     for name in beside:
-        check = _check_copies if name.startswith("conv_") else _check_records
-        check(case, values, placed[name], results, findings)
+        if name not in RECORDS:
+            _check_copies(case, values, placed[name], results, findings)
+    if RECORDS[0] in beside:
+        _check_records(case, values, placed, results, findings)
     if target:
         _check_written(case, values, placed[target], results, findings)
     elif "final_state" in want:
@@ -92,21 +96,37 @@ def _check_written(
 
 
 def _check_records(
-    case: Case, values: Values, placed: Placed, results: dict[str, Any], findings: Findings
+    case: Case, values: Values, placed: dict[str, Placed], results: dict[str, Any], findings: Findings
 ) -> None:
-    """One array of records after a call: a record for each token of a sequence that has a row, nothing else written."""
+    """The records after a call: one for each token of a sequence that has a row, nothing else written.
+
+    Of ``update`` and ``key`` their product counts, which is what a token adds to a state: a factor of one, such as the
+    norm of k, may stand with the other.
+    """
     rows, lengths = rows_of(case, values), case.shape.sequence_lengths
-    named = np.zeros(placed.view.shape[:2], bool)
-    for row, length in zip(rows.records, lengths, strict=True):
-        if row != ZEROS:
-            named[row, :length] = True
-    name = placed.name
-    after = results[name] if case.kind == "jax" else placed.view
-    before = place(case, values)[name].view
-    got, want = to_float64(after)[named], expected(case)[name][named]
-    findings.close(name, got, want, result_bound(case, name, after))
-    was, now = (np.frombuffer(bits(x), np.uint8).reshape(*named.shape, -1) for x in (before, after))
-    findings.require(f"{name} of other tokens", bool((was == now)[~named].all()), "it was changed")
+    untouched = place(case, values)
+    got, want = {}, {}
+    for name in RECORDS:
+        before = untouched[name].view
+        after = results[name] if case.kind == "jax" else placed[name].view
+        named = np.zeros(before.shape[:2], bool)
+        for row, length in zip(rows.records, lengths, strict=True):
+            if row != ZEROS:
+                named[row, :length] = True
+        got[name], want[name] = to_float64(after)[named], expected(case)[name][named]
+        was, now = (np.frombuffer(bits(x), np.uint8).reshape(*named.shape, -1) for x in (before, after))
+        findings.require(f"{name} of other tokens", bool((was == now)[~named].all()), "it was changed")
+    update, key, decay = RECORDS
+    bound = result_bound(case, decay, placed[decay].view)
+    findings.close(decay, got[decay], want[decay], bound)
+    added, exact = (_added(x[update], x[key]) for x in (got, want))
+    findings.close("update and key", added, exact, bound)
+
+
+def _added(update: Any, key: Any) -> Any:
+    """What records add to states, ``[tokens, HV, K, V]``."""
+    key = np.repeat(key, update.shape[1] // key.shape[1], axis=1)
+    return key[..., :, None] * update[..., None, :]
 
 
 def _check_copies(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from kdacore_cuda.kernel_parameters import ParamStruct
+from kdacore_cuda.kernel_parameters import RECORD_STRIDES, ParamStruct
 from kdacore_cuda.runtime.program import Program, Value
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -65,6 +65,8 @@ class Layout(NamedTuple):
     """Every row of states begins on 16 bytes."""
     is_plain: bool
     """They do, and tokens are contiguous."""
+    records: tuple[int, ...] = ()
+    """Strides of records of candidates (:data:`kdacore_cuda.kernel_parameters.RECORD_STRIDES`); none without them."""
 
 
 class Launches(NamedTuple):
@@ -82,6 +84,7 @@ class Launches(NamedTuple):
         if layout is None:
             return self.numbers
         given = dict(zip((*STRIDES, *ROWS), (*layout.strides, *layout.rows), strict=True))
+        given |= zip(RECORD_STRIDES, layout.records, strict=bool(layout.records))
         return self.numbers | {name: x for name, x in given.items() if name in self.numbers}
 
 

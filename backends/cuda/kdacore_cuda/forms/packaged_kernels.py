@@ -12,7 +12,7 @@ from kdacore_cuda.forms.backward import kernels as backward
 from kdacore_cuda.forms.dataflow import kernels as dataflow
 from kdacore_cuda.forms.fused import kernels as fused
 from kdacore_cuda.forms.gated_delta import kernels as gated_delta
-from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
+from kdacore_cuda.forms.recurrent import kernels as recurrent
 from kdacore_cuda.forms.segments import kernels as segments
 from kdacore_cuda.forms.slices import kernels as slices
 from kdacore_cuda.forms.stages import kernels as stages
@@ -20,6 +20,7 @@ from kdacore_cuda.gated_delta_variant import PACKAGED, Variant, cut_variant
 from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
+_RECORD_MODES = RecurrentMode.GENERAL, RecurrentMode.CONTIGUOUS
 _WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
 
 
@@ -31,7 +32,13 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     forward with a float32 ``g``; and the gated delta rule with head dims other than 64 and 128, or
     with float16 and another head dim than 128.
     """
-    kernels = [_each(recurrent_kernel, HEAD_DIMS, _EITHER, _EITHER, RecurrentMode)]
+    states = HEAD_DIMS, _EITHER, _EITHER
+    kernels = [
+        _each(recurrent.recurrent_kernel, *states, RecurrentMode),
+        _each(recurrent.records_kernel, *states, _RECORD_MODES),
+        _each(recurrent.record_tokens_kernel, HEAD_DIMS),
+        _each(recurrent.commit_kernel, *states),
+    ]
     kernels += _of_hopper() if arch == HOPPER else []
     for K in HEAD_DIMS:
         kernels += _of_head_dim(K, arch)

@@ -12,6 +12,7 @@ import torch
 from kdacore.types import FastCall, Outputs, Request
 from kdacore_cuda.fitted_head_dims import is_fitted
 from kdacore_cuda.forms.launches import Launches, Layout
+from kdacore_cuda.forms.recurrent.record_numbers import PARTS, record_strides
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import contiguous_token_strides, strides_behind
 from kdacore_cuda.runtime import executor, torch_launch
@@ -204,7 +205,7 @@ def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> t
         if y is not x:
             changed[name] = y
     for name, x in zip(op.fields, inputs, strict=True):
-        if x is None or name in _TOKENS_AND_STATES or name == "cu_seqlens_cpu":
+        if x is None or name in _TAKEN_AS_THEY_LIE or name == "cu_seqlens_cpu":
             continue
         y = x.contiguous()
         if y.data_ptr() % ALIGNMENT and (name == "out" or (name == "dt_bias" and op.aligned_bias_and_states)):
@@ -220,15 +221,18 @@ def readable(op: TorchOp, r: Request, inputs: Any, rows_apart: bool = True) -> t
         (x, y * ITEM_SIZES[r.state_dtype]) for x, y in zip(states, of_rows, strict=True) if x is not None
     ]
     aligned_states = not any((x.data_ptr() | size) % ALIGNMENT for x, size in given_states)
+    records = [getattr(given, name) for name in PARTS] if r.has(PARTS[0]) else []
     is_contiguous = all(x.is_contiguous() for x in tokens)
     if is_contiguous:
         strides = contiguous_token_strides(r)  # of axes of one element torch's may differ
-        if aligned_states and of_rows == (row, row):
+        if aligned_states and of_rows == (row, row) and all(x.is_contiguous() for x in records):
             return given, None
-    return given, Layout(strides, of_rows, aligned_states, is_contiguous and aligned_states)
+    is_plain = is_contiguous and aligned_states
+    return given, Layout(strides, of_rows, aligned_states, is_plain, record_strides(r, records))
 
 
-_TOKENS_AND_STATES = frozenset({"q", "k", "v", "g", "beta", "initial_state", "write_pool"})
+_TAKEN_AS_THEY_LIE = frozenset({"q", "k", "v", "g", "beta", "initial_state", "write_pool", *PARTS})
+"""Or copied already."""
 
 
 def _fresh_output(r: Request, out: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,14 @@ named in :data:`kdacore.arrays.jax_placement.SHARED` begin with an axis of so ma
 of the batch."""
 
 
+NEW = "new_"
+
+
+def new_name(argument: str) -> str:
+    """The result that stands for an argument that a call writes."""
+    return NEW + argument
+
+
 def has_pools(request: Request) -> bool:
     """Whether a call's rows are not one after another in its arrays: it has a pack or a pool."""
     return any(request.has(name) for name in _POOLS)

@@ -6,6 +6,8 @@ from functools import partial
 
 from kdacore.types import (
     ChunkInputs,
+    CommitInputs,
+    CommitOutputs,
     IntraInputs,
     IntraOutputs,
     Outputs,
@@ -18,9 +20,11 @@ from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms import chunk_launches
 from kdacore_cuda.forms.gated_delta import launches as gated_delta_launches
 from kdacore_cuda.forms.launches import Launches
+from kdacore_cuda.forms.recurrent import commit_launches
 from kdacore_cuda.forms.recurrent import launches as recurrent_launches
+from kdacore_cuda.forms.recurrent.record_numbers import PARTS
 from kdacore_cuda.forms.stages import launches as stage_launches
-from kdacore_cuda.jax.batching import Arrays, run_batched
+from kdacore_cuda.jax.batching import Arrays, new_name, run_batched
 from kdacore_cuda.jax.launch import Form, given_arrays, make_launches
 from kdacore_cuda.jax.partitioning import run_partitioned
 
@@ -34,7 +38,20 @@ def forward(request: Request, inputs: ChunkInputs | RecurrentInputs) -> Outputs:
     """
     found = run_batched(partial(run_partitioned, _run), request, given_arrays(request, inputs))
     final = found.get("final_state") if request.output_final_state else None
-    return Outputs(found["o"], final, found.get("checkpoints"))
+    records = tuple([found[new_name(name)] for name in PARTS if request.has(name)])
+    return Outputs(found["o"], final, found.get("checkpoints"), written=records)
+
+
+def commit_records(request: Request, inputs: CommitInputs) -> CommitOutputs:
+    """As :func:`kdacore_cuda.forms.recurrent.commit.commit_records`, on traced arrays: the pool as it then is."""
+    found = run_batched(partial(run_partitioned, _run_commit), request, given_arrays(request, inputs))
+    return CommitOutputs(found["final_state"])
+
+
+def _run_commit(r: Request, arrays: Arrays, groups: int) -> Arrays:
+    in_place = {"final_state": "initial_state"}
+    found = make_launches(r, commit_launches.launches_of(r), arrays, {}, in_place)
+    return {name: found[name] for name in in_place}
 
 
 def chunk_intra(request: Request, inputs: IntraInputs) -> IntraOutputs:
@@ -50,6 +67,7 @@ def recompute_w_u(request: Request, inputs: RecomputeInputs) -> RecomputeOutputs
 def _run(r: Request, arrays: Arrays, groups: int) -> Arrays:
     results: dict[str, Form] = {"o": ((r.B, r.T, r.HV, r.V), r.dtype)}
     in_place = {"final_state": r.written_pool} if r.inplace_state else {}
+    in_place |= {new_name(name): name for name in PARTS if r.has(name)}
     if r.output_final_state and not in_place:
         results["final_state"] = r.state_shape, r.state_dtype
     cleared = []

@@ -15,7 +15,7 @@ from kdacore.arrays import jax_placement
 from kdacore.arrays.jax_meshes import partitioned
 from kdacore.arrays.jax_placement import SHARED, Place, divided, moved, part_of, place_of
 from kdacore.types import Request
-from kdacore_cuda.jax.batching import Arrays, Run, has_pools, resized
+from kdacore_cuda.jax.batching import NEW, Arrays, Run, has_pools, resized
 
 
 def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> Arrays:
@@ -33,13 +33,14 @@ def run_partitioned(run: Run, request: Request, arrays: Arrays, groups: int) -> 
     def axes(name: str, ndim: int, is_result: bool) -> str:
         if is_result and name in SHARED:  # a gradient, with an axis of groups in front
             return f"groups {axes(name, ndim - 1, False)}"
-        state = "final_state" if name == "d_ht" else name
-        found = jax_placement.axes_of(request, state, ndim, batch_is_whole=batch_is_whole)
+        like = "final_state" if name == "d_ht" else name.removeprefix(NEW)
+        found = jax_placement.axes_of(request, like, ndim, batch_is_whole=batch_is_whole)
         return moved(found) if is_result or name == "d_o" else found
 
     def part(mesh: Mesh, operands: Arrays, made: Any) -> tuple[Mesh, Place, Any]:
         mesh, known = partitioned(request.op, mesh, operands)
-        place = place_of(known["v"].sharding, request.B, request.H, batch_is_whole=batch_is_whole)
+        tokens = known["v" if "v" in known else "record_update"]  # heads are their third axis
+        place = place_of(tokens.sharding, request.B, request.H, batch_is_whole=batch_is_whole)
         own = part_of(request, place.rows, place.parts)
 
         def local(*given: Any) -> tuple[Any, ...]:

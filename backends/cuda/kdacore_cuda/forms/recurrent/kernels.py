@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode
-from kdacore_cuda.kernel_parameters import RECURRENT
+from kdacore_cuda.kernel_parameters import RECURRENT, RECURRENT_RECORDS, ParamStruct
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 FULL_DEVICE_ITEMS = 128
@@ -45,6 +45,15 @@ multiprocessor of the first three modes; the fourth has the third's."""
 _SEVERAL_TOKENS = {(128, False, False): RecurrentTile(4, 16, 3, 64, parts=2)}
 """The same -> the tile of the mode CONTIGUOUS where it is not the usual one. The order of sums is the same."""
 
+_BLOCKS_WITH_RECORDS = {
+    (64, True, True): 8,
+    (128, False, True): 3,
+    (128, True, False): 16,
+    (128, True, True): 8,
+}
+"""The same -> blocks per multiprocessor of the mode CONTIGUOUS with records of candidates, where as many as without
+them would leave too few registers."""
+
 
 @cache
 def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
@@ -73,9 +82,36 @@ def grid_blocks(r: Request, tile: RecurrentTile) -> int:
 def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
     """The recurrent kernel for one head dim, state layout, state dtype and mode. Arguments as of
     :func:`recurrent_tile`."""
+    return _make("recurrent", RECURRENT, K, v_first, bf16_state, mode, False)
+
+
+@cache
+def records_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
+    """The same with records of candidates, for the first two modes."""
+    return _make("recurrent", RECURRENT_RECORDS, K, v_first, bf16_state, mode, True)
+
+
+@cache
+def commit_kernel(K: int, v_first: bool, bf16_state: bool) -> Kernel:
+    """The kernel that applies records to states without tokens."""
+    return _make("commit_records", RECURRENT_RECORDS, K, v_first, bf16_state, RecurrentMode.GENERAL)
+
+
+def _make(
+    name: str,
+    params: ParamStruct,
+    K: int,
+    v_first: bool,
+    bf16_state: bool,
+    mode: RecurrentMode,
+    records: bool | None = None,
+) -> Kernel:
     tile = recurrent_tile(K, v_first, bf16_state, mode)
+    if records and mode == RecurrentMode.CONTIGUOUS:
+        blocks = _BLOCKS_WITH_RECORDS.get((K, v_first, bf16_state), tile.min_blocks)
+        tile = tile._replace(min_blocks=blocks)
     return make_kernel(
-        *("common/recurrent/recurrent", RECURRENT),
+        *(f"common/recurrent/{name}", params),
         K_DIM=K,
         WARPS=tile.warps,
         ROWS=tile.rows,
@@ -84,5 +120,22 @@ def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMod
         COLUMNS=tile.columns,
         V_FIRST=v_first,
         STATE_BF16=bf16_state,
+        RECORDS=records,
         MODE=mode,
     )
+
+
+_TOKEN_THREADS, _TOKEN_CHANNELS = 128, 4
+"""Of the kernel :func:`record_tokens_kernel`: threads of a block, channels of a thread."""
+
+
+@cache
+def record_tokens_kernel(K: int) -> Kernel:
+    """The kernel that writes keys and decays of a call's tokens into their records."""
+    macros = {"K_DIM": K, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL}
+    return make_kernel("common/recurrent/record_tokens", RECURRENT_RECORDS, **macros)
+
+
+def record_tokens_blocks(r: Request, slots: int) -> int:
+    """Blocks of its launch, for so many tokens of a sequence."""
+    return -(-r.N * r.HV * slots * (r.K // _TOKEN_CHANNELS) // _TOKEN_THREADS)

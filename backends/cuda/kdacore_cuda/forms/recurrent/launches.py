@@ -9,6 +9,7 @@ from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode, recurrent_mode
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches, arguments_of
 from kdacore_cuda.forms.recurrent import kernels
+from kdacore_cuda.forms.recurrent.record_numbers import RECORD_ARRAYS, RECORD_NUMBERS, numbers_of_records
 from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT, TYPES
 from kdacore_cuda.request_encoding import contiguous_token_strides, division, dtypes_of, token_flags
 from kdacore_cuda.runtime.device_figures import arch_of
@@ -42,7 +43,11 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
         "fills_device": r.N * r.HV >= kernels.FULL_DEVICE_ITEMS,
         "blocks": kernels.grid_blocks(r, kernels.recurrent_tile(*kind)),
     }
-    return Launches(_program(*kind), numbers, arch_of(r))
+    if not r.has("record_update"):
+        return Launches(_program(*kind), numbers, arch_of(r))
+    records = numbers_of_records(r)
+    numbers |= records | {"record_blocks": kernels.record_tokens_blocks(r, records["record_slots"])}
+    return Launches(_program_with_records(*kind), numbers, arch_of(r))
 
 
 def _axes_of_written(r: Request) -> int:
@@ -80,6 +85,17 @@ _of_tokens = FamilyCache(_make_of_tokens)
 def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
     kernel = kernels.recurrent_kernel(K, v_first, bf16_state, mode)
     return Program((Launch("recurrent", kernel, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
+
+
+@cache
+def _program_with_records(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
+    kernel, tokens = kernels.records_kernel(K, v_first, bf16_state, mode), kernels.record_tokens_kernel(K)
+    steps = (
+        Launch("recurrent", kernel, "blocks", _FIELDS),
+        Launch("record_tokens", tokens, "record_blocks", _FIELDS),
+    )
+    numbers = (*_NUMBERS, *RECORD_NUMBERS, "record_blocks")
+    return Program(steps, (*ARRAYS, *RECORD_ARRAYS, *RESULTS), numbers)
 
 
 def _width(r: Request, name: str, axes: int) -> int:

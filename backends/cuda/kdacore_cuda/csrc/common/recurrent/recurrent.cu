@@ -14,36 +14,14 @@
 // The time depends on how soon every block has issued all its loads, so these come in this order:
 // the pool index, what does not depend on it while that is loaded, the state as soon as the index
 // is there. Gates and norms are computed while the state is loaded.
+//
+// With RECORDS (records.cuh) a sequence that has a row of records first applies those that precede the
+// call, and leaves that state; its tokens write their updates into the row. Their keys and decays, which
+// other blocks may still read, are left to record_tokens.cu.
 #include "common/clear_rows.cuh"
-#include "common/recurrent/token.cuh"
-
-// Macros from the host: K_DIM, WARPS, ROWS, PARTS, MIN_BLOCKS, COLUMNS, V_FIRST, STATE_BF16, MODE
-// (memory.cuh).
-#if V_FIRST
-#include "common/recurrent/state_v_first.cuh"
-#else
-#include "common/recurrent/state_k_first.cuh"
-#endif
+#include "common/recurrent/records.cuh"
 
 using Raw = RawToken<TOKEN_CHANNELS>;
-
-// Whether all rows of an array of states start on 16 bytes. The host sends others to the kernel
-// with MODE 0.
-__device__ __forceinline__ bool whole_rows(u64 base, long long row) {
-  return MODE > 0 || ((base | STATE_BYTES * row) & 15) == 0;
-}
-
-__device__ __forceinline__ void store_state(const float (&s)[ROWS][VECTOR], u64 to, bool whole) {
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    const u64 at = to + STATE_BYTES * piece_offset(i);
-    if (whole) {
-      store_state_bits(at, pack_state(s[i]));
-    } else {
-      store_state_elements(at, pack_state(s[i]));
-    }
-  }
-}
 
 // Zeros for the output of all tokens of a sequence.
 __device__ __forceinline__ void store_zeros(const RecurrentParams& p, Item it, const LanePosition& at) {
@@ -54,11 +32,6 @@ __device__ __forceinline__ void store_zeros(const RecurrentParams& p, Item it, c
   }
 }
 
-// The row of a sequence's final state, not yet converted.
-__device__ __forceinline__ Number load_row_written(const RecurrentParams& p, const Item& it) {
-  return load_number_bits(p.writes, (it.n + it.zero) * p.writes_row, p.flags & FLAG_WRITES64);
-}
-
 // The rows of a pack that belong to no sequence, by all blocks together.
 __device__ __forceinline__ void clear_rows_beyond(const RecurrentParams& p) {
   if (PLAIN) return;
@@ -67,7 +40,7 @@ __device__ __forceinline__ void clear_rows_beyond(const RecurrentParams& p) {
   clear_tail(p, row_bytes, {block_index() * threads + thread_index(), grid_blocks() * threads});
 }
 
-KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
+KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentOf<RECORDS> p) {
   KDA_SHARED(memory);
   constexpr u32 slices = V / COLUMNS;
   const u32 block = block_index(), slice = block % slices;
@@ -102,15 +75,14 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   }
   uint4 bits[ROWS];
   if (from >= 0 && !padding && start.has_initial) {
-    const u64 source = p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-      const u64 piece = source + STATE_BYTES * piece_offset(i);
-      bits[i] = whole_rows(p.h0, p.h0_row) ? load_global16(piece) : load_state_elements(piece);
-    }
+    load_state(bits, p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own), whole_rows(p.h0, p.h0_row));
   } else {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
+  }
+  Records records = {};
+  if constexpr (RECORDS) {
+    if (!padding) records = records_of(p, it);
   }
 
   // 2. Gate and norms of the first token, while the state is loaded.
@@ -128,10 +100,21 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   const u64 target = p.ht + STATE_BYTES * own;
   const bool whole = whole_rows(p.ht, p.ht_row), scatter = !ONE && !padding && p.flags & FLAG_SCATTER_TOKENS;
 
+  // The state before the tokens is what a sequence with records leaves.
+  if constexpr (RECORDS) {
+    if (records.exist) {
+      replay(p, s, records, at);
+      round_state(s);
+      const int to = number_of(load_row_written(p, it), p.flags & FLAG_WRITES64);
+      const bool stays = !records.replayed && start.has_initial && p.h0 == p.ht && from == to;
+      if (is_slot(p, to) && !stays) store_state(s, target + STATE_BYTES * (to * p.ht_row), whole);
+    }
+  }
+
   // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
 #pragma unroll 1
   for (int t = 0; t < it.length; ++t) {
-    float v[OUT], o[OUT];
+    float v[OUT], o[OUT], update[OUT];
     to_floats(v, raw_v, qkv_type(p));
     const bool more = !ONE && t + 1 < it.length;
     if (more) {
@@ -139,7 +122,7 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
       raw = load_token<TOKEN_CHANNELS>(p, it, at.channel);
       raw_v = load_elements<OUT>(p.v, it.v + at.v, qkv_type(p));
     }
-    step(p, s, at, tokens, v, o, t & 1, [&] {
+    step(p, s, at, tokens, v, o, update, t & 1, [&] {
       if (more) stage_token(tokens, at, finish_token(p, raw, gate), ~t & 1);
     });
     if (ONE && padding) {
@@ -148,6 +131,9 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
     }
     if (writes) store_elements(p.o, (long long)(it.o + at.v), qkv_type(p), o);
     if (!ONE) it.o += p.HV * V;
+    if constexpr (RECORDS) {
+      if (records.exist && writes) store_update(p, records, at, t, update);
+    }
     if (scatter && t < p.writes_row) {
       const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
       if (is_slot(p, row)) store_state(s, target + STATE_BYTES * (row * p.ht_row), whole);
@@ -155,6 +141,9 @@ KDA_KERNEL(WARPS * 32, MIN_BLOCKS) recurrent(KDA_PARAM RecurrentParams p) {
   }
 
   // 4. The final state, and what no sequence writes.
+  if constexpr (RECORDS) {
+    if (records.exist) return clear_rows_beyond(p);
+  }
   if (p.ht && (ONE || !(p.flags & FLAG_SCATTER_TOKENS))) {
     if (!ONE && indexed) to_bits = load_row_written(p, it);
     const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;

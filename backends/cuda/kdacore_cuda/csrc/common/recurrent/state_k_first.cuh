@@ -97,12 +97,38 @@ __device__ __forceinline__ void add_vector(float (&x)[VECTOR], u32 from) {
   }
 }
 
-// One token: decay, delta rule; the output of the lane's columns. `prepare_next` prepares the next
-// token.
+// A record, as a token applies it. Its inputs go where those of odd tokens go, of which none is there yet.
+__device__ __forceinline__ void apply(float (&s)[ROWS][VECTOR], const LanePosition& at,
+                                      const RecordOf<TOKEN_CHANNELS, OUT>& x) {
+  const u32 to = at.shared + HALF_BYTES + 4 * at.channel, from = at.shared + HALF_BYTES + 4 * at.first;
+  sync_warp();  // every lane has used the record before
+  if (at.lane < WARP_K) {
+    store_shared(to + OFFSET(TokenInputs, k), __float_as_uint(x.key[0]));
+    store_shared(to + OFFSET(TokenInputs, decay), __float_as_uint(x.decay[0]));
+  }
+  sync_warp();
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    const u32 row = from + 4 * row_channel(i);
+    const float4 k4 = load_shared4(row + OFFSET(TokenInputs, k)), d4 = load_shared4(row + OFFSET(TokenInputs, decay));
+    const float k[4] = {k4.x, k4.y, k4.z, k4.w}, d[4] = {d4.x, d4.y, d4.z, d4.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < VECTOR; ++c) {
+        s[i + j][c] *= d[j];
+        s[i + j][c] = multiply_add(k[j], x.update[c], s[i + j][c]);
+      }
+    }
+  }
+}
+
+// One token: decay, delta rule; the output of the lane's columns, and the update `u` of the state there.
+// `prepare_next` prepares the next token.
 template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR],
                                      const LanePosition& at, Tokens& tokens, const float (&v)[OUT],
-                                     float (&o)[OUT], int odd, Next prepare_next) {
+                                     float (&o)[OUT], float (&u)[OUT], int odd, Next prepare_next) {
   const u32 token = at.shared + odd * HALF_BYTES + 4 * at.first,
             sums = at.shared + odd * HALF_BYTES + TOKEN_BYTES;
   const u32 lane_offset = 4 * VECTOR * (at.lane % LANES);
@@ -163,7 +189,6 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
     add_vector(ks, sums + w * SUM_BYTES + lane_offset);
   }
   const Factors f = factors_of(p, norms[0], norms[1]);
-  float u[VECTOR];
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) u[c] = f.k * beta * multiply_add(-f.k, ks[c], v[c]);
 #pragma unroll

@@ -62,12 +62,31 @@ __device__ __forceinline__ void stage_token(Tokens& tokens, const LanePosition&,
   tokens.x = x;
 }
 
-// One token: decay, delta rule; the output of the lane's own row. `prepare_next` prepares the next
-// token.
+// The number of a lane that ends with the sums of row i of this lane.
+__device__ __forceinline__ int lane_of_row(const LanePosition& at, int i) {
+  return (at.lane & ~(LANES - 1)) + i * (LANES / ROWS);
+}
+
+// A record, as a token applies it.
+__device__ __forceinline__ void apply(float (&s)[ROWS][VECTOR], const LanePosition& at,
+                                      const RecordOf<TOKEN_CHANNELS, OUT>& x) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const float row_u = shuffle(x.update[0], lane_of_row(at, i));
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) {
+      s[i][c] *= x.decay[c];
+      s[i][c] = multiply_add(x.key[c], row_u, s[i][c]);
+    }
+  }
+}
+
+// One token: decay, delta rule; the output of the lane's own row, and the update of the state there.
+// `prepare_next` prepares the next token.
 template <typename Next>
 __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][VECTOR],
                                      const LanePosition& at, Tokens& tokens, const float (&v)[OUT],
-                                     float (&o)[OUT], int, Next prepare_next) {
+                                     float (&o)[OUT], float (&update)[OUT], int, Next prepare_next) {
   const Token<TOKEN_CHANNELS> x = tokens.x;
   const Factors f = factors_of(p, sum_lanes<LANES>(x.qq), sum_lanes<LANES>(x.kk));
   const float qk = sum_lanes<LANES>(x.qk);
@@ -84,10 +103,11 @@ __device__ __forceinline__ void step(const RecurrentParams& p, float (&s)[ROWS][
   }
   const float k_sum = fold<ROWS, LANES / 2>(ks, at.lane), q_sum = fold<ROWS, LANES / 2>(qs, at.lane);
   const float u = f.k * x.beta * multiply_add(-f.k, k_sum, v[0]);
+  update[0] = u;
   o[0] = f.q * multiply_add(qk, u, q_sum);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const float row_u = shuffle(u, (at.lane & ~(LANES - 1)) + i * (LANES / ROWS));
+    const float row_u = shuffle(u, lane_of_row(at, i));
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) s[i][c] = multiply_add(x.k[c], row_u, s[i][c]);
   }

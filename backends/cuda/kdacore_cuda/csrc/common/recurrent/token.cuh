@@ -258,3 +258,9 @@ __device__ __forceinline__ Factors factors_of(const RecurrentParams& p, float qq
   if (!(p.flags & FLAG_L2NORM)) return {p.scale, 1.0f};
   return {p.scale * inverse_norm(qq), inverse_norm(kk)};
 }
+
+// What a token does to a state: N channels and M columns of it. See records.cuh.
+template <int N, int M>
+struct RecordOf {
+  float key[N], decay[N], update[M];
+};

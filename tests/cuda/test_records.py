@@ -1,0 +1,467 @@
+"""Candidates by records in the CUDA kernels, emulated: against the oracle, and bit for bit against plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, oracle, request_of
+from pool_checks import pool_of, same_bits
+
+from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
+from kdacore.oracle.recurrence import oracle_commit
+from kdacore.types import CommitInputs, RecurrentInputs, Request
+from kdacore_cuda.forms.recurrent import forward as recurrent
+from kdacore_cuda.forms.recurrent.commit import commit_records
+
+NAN = float("nan")
+KDA, GDN = "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"
+TOKENS = ("q", "k", "v", "g", "beta")
+PARTS = ("record_update", "record_key", "record_decay")
+OPTIONS: dict[str, Any] = {"inplace_state": True, "output_final_state": True, "null_index": 0}
+
+
+def options_of(op: str, **more: Any) -> dict[str, Any]:
+    return (MODEL if op == GDN else BOUNDED_MODEL) | OPTIONS | more
+
+
+def gate_of(op: str, d: Draw, HV: int, K: int) -> dict[str, torch.Tensor]:
+    """The parameters of the gate."""
+    bias = (HV,) if op == GDN else (HV, K)
+    return {"A_log": torch.log(1 + 15 * d.uniform(HV)), "dt_bias": d.normal(*bias, dtype=torch.float32)}
+
+
+def tokens_of(op: str, d: Draw, B: int, T: int, H: int, HV: int, K: int) -> dict[str, torch.Tensor]:
+    g = (HV,) if op == GDN else (HV, K)
+    return {
+        "q": d.normal(B, T, H, K),
+        "k": d.normal(B, T, H, K),
+        "v": d.normal(B, T, HV, K),
+        "g": d.normal(B, T, *g),
+        "beta": d.normal(B, T, HV),
+    }
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same values with NaN between any two of them, axes in another order."""
+    memory = torch.full((*x.shape[::-1], 3), NAN, dtype=x.dtype)
+    view = memory[..., 1].permute(*reversed(range(x.ndim)))
+    return view.copy_(x)
+
+
+def records_of(
+    op: str, d: Draw, rows: int, n: int, H: int, HV: int, K: int, strided: bool = False
+) -> dict[str, torch.Tensor]:
+    """Records as decoding leaves them."""
+    wide = torch.float32
+    parts = {
+        "record_update": 0.3 * d.normal(rows, n, HV, K, dtype=wide),
+        "record_key": d.normal(rows, n, H, K, dtype=wide) / K**0.5,
+        "record_decay": d.uniform(rows, n, HV, *(() if op == GDN else (K,))),
+    }
+    return {name: apart(x) for name, x in parts.items()} if strided else parts
+
+
+def rows_of(request: Request, inputs: Any) -> Any:
+    given = {name: getattr(inputs, name, None) for name in INDEX_VALUES}
+    values = {name: x.numpy() for name, x in given.items() if x is not None}
+    return state_rows(request, values, lengths_of(request, inputs))
+
+
+def lengths_of(request: Request, inputs: Any) -> Any:
+    packed = getattr(inputs, "cu_seqlens", None)
+    return np.full(request.N, request.T) if packed is None else np.diff(packed.numpy())
+
+
+def copied(inputs: Any) -> Any:
+    return type(inputs)(*(None if x is None else x.clone() for x in inputs))
+
+
+def poison_records(request: Request, inputs: Any) -> None:
+    """NaN in all records that are not to be read."""
+    rows = rows_of(request, inputs)
+    read = torch.zeros(inputs.record_update.shape[:2], dtype=torch.bool)
+    for row, count in zip(rows.records, rows.replayed, strict=True):
+        if row != ZEROS:
+            read[row, :count] = True
+    for name in PARTS:
+        getattr(inputs, name)[~read] = NAN
+
+
+def effects(update: Any, key: Any) -> Any:
+    """What records add to a state, ``[..., HV, K, V]``: a factor of one may stand with the other."""
+    key = np.repeat(key, update.shape[-2] // key.shape[-2], axis=-2)
+    return key[..., :, None] * update[..., None, :]
+
+
+def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> None:
+    """A call against the oracle, with NaN in what is not read, and by the fast path."""
+    request = request_of(op, inputs, **options_of(op, **options))
+    poison_records(request, inputs)
+    before = copied(inputs)
+    want = oracle(request, before)
+    got = recurrent.forward(request, inputs)
+    compare(request, before, inputs, got.o, want)
+    step = recurrent.make_fast_call(request, inputs)
+    if step is None:
+        return
+    once = copied(inputs)
+    for name in ("initial_state", "write_pool", *PARTS):
+        if getattr(inputs, name) is not None:
+            getattr(inputs, name).copy_(getattr(before, name))
+    again = step(tuple(inputs))
+    assert again is not None
+    assert same_bits(again[0], got.o)
+    for name in ("initial_state", "write_pool", *PARTS):
+        if getattr(inputs, name) is not None:
+            assert same_bits(getattr(inputs, name), getattr(once, name))
+
+
+def compare(request: Request, before: Any, after: Any, o: torch.Tensor, want: Any) -> None:
+    rows, lengths = rows_of(request, before), lengths_of(request, before)
+    tokens = int(lengths.sum())
+    if request.packed:
+        o, want_o = o[:, :tokens], want.o[:, :tokens]
+    else:
+        want_o = want.o
+    assert error(o, want_o) < O_BOUND
+    pool, was = getattr(after, request.written_pool), getattr(before, request.written_pool)
+    written = np.unique(rows.final[rows.final != ZEROS])
+    others = np.setdiff1d(np.arange(len(pool)), written)
+    assert error(pool[written], want.final_state[written]) < O_BOUND
+    assert same_bits(pool[others], was[others])
+    check_records(rows, lengths, before, after, want.written)
+
+
+def check_records(rows: Any, lengths: Any, before: Any, after: Any, want: Any) -> None:
+    written = np.zeros(before.record_update.shape[:2], bool)
+    for row, length in zip(rows.records, lengths, strict=True):
+        if row != ZEROS:
+            written[row, :length] = True
+    for name in PARTS:
+        assert same_bits(getattr(after, name)[~written], getattr(before, name)[~written])
+    if written.any():
+        got = (after.record_update[written].numpy(), after.record_key[written].numpy())
+        assert error(effects(*got), effects(want.update[written], want.key[written])) < O_BOUND
+        assert error(after.record_decay[written], want.decay[written]) < O_BOUND
+
+
+def call_of(
+    op: str = KDA,
+    B: int = 5,
+    T: int = 3,
+    n: int = 4,
+    H: int = 1,
+    HV: int = 2,
+    K: int = 64,
+    *,
+    state_dtype: torch.dtype = torch.float32,
+    strided: bool = False,
+    index: torch.dtype = torch.int64,
+    seed: int = 0,
+    **more: Any,
+) -> RecurrentInputs:
+    """Five sequences: replays of some, all and no records; one without a row, one without a slot."""
+    d = Draw(seed)
+    given: dict[str, Any] = {
+        **tokens_of(op, d, B, T, H, HV, K),
+        **gate_of(op, d, HV, K),
+        "initial_state": pool_of(8, K, state_dtype, HV=HV),
+        "state_indices": torch.tensor([3, 5, 1, 0, 7], dtype=index),
+        **records_of(op, d, 6, n, H, HV, K, strided),
+        "record_indices": torch.tensor([4, 2, -1, 1, 3], dtype=index),
+        "num_replayed": torch.tensor([n - 1, n, 2, 1, 0], dtype=index),
+    }
+    return RecurrentInputs(**(given | more))
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_layouts_and_state_dtypes(
+    emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
+) -> None:
+    check(call_of(K=K, state_dtype=state_dtype), state_v_first=v_first)
+    assert launched(emulated) == 2 * ["recurrent", "record_tokens"]  # and the shorter way
+    assert emulated[0].endswith("-RECORDS1-MODE1")
+
+
+def launched(names: list[str]) -> list[str]:
+    return [name.partition("-")[0] for name in names]
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("op", [KDA, GDN])
+def test_grouped_heads_strided_records_and_every_argument(
+    emulated: list[str], op: str, v_first: bool
+) -> None:
+    """Rows read and written apart, another pool, new sequences, 32-bit indices, a pack with empty sequences."""
+    inputs = call_of(
+        op,
+        1,
+        16,
+        n=5,
+        H=2,
+        HV=6,
+        strided=True,
+        index=torch.int32,
+        cu_seqlens=torch.tensor([0, 3, 3, 5, 9, 14], dtype=torch.int32),
+        has_initial_state=torch.tensor([True, True, False, True, False]),
+        write_indices=torch.tensor([2, 3, 4, 1, -1], dtype=torch.int32),
+        write_pool=pool_of(6, HV=6, seed=2),
+    )
+    check(inputs, op, state_v_first=v_first)
+    assert emulated[0].endswith("-RECORDS1-MODE0")
+
+
+@pytest.mark.parametrize("n", [1, 3, 16])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_one_decay_a_head(emulated: list[str], n: int, v_first: bool) -> None:
+    check(call_of(GDN, T=n, n=n, H=1, HV=4, seed=n), GDN, state_v_first=v_first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_of_tokens(emulated: list[str], dtype: torch.dtype) -> None:
+    inputs = call_of()
+    check(inputs._replace(**{name: getattr(inputs, name).to(dtype) for name in TOKENS}))
+
+
+def test_records_and_no_counts(emulated: list[str]) -> None:
+    """Nothing is replayed; of the sequences with records the pool keeps every bit."""
+    inputs = call_of(num_replayed=None)
+    before = inputs.initial_state.clone()
+    check(inputs)
+    assert same_bits(inputs.initial_state[[0, 2, 3, 4, 5, 6, 7]], before[[0, 2, 3, 4, 5, 6, 7]])
+    assert not same_bits(inputs.initial_state[1], before[1])
+
+
+def test_a_fresh_sequence_starts_its_row_from_zeros(emulated: list[str]) -> None:
+    fresh = torch.tensor([False, True, True, True, True])
+    inputs = call_of(has_initial_state=fresh, num_replayed=None)
+    check(inputs)
+    assert not inputs.initial_state[3].any()
+
+
+def test_counts_beyond_the_records_read_no_other_memory(emulated: list[str]) -> None:
+    """Such a call is wrong; what is read stays inside the records."""
+    inputs = call_of(n=4)
+    few, many = copied(inputs), copied(inputs)
+    few.num_replayed[:] = torch.tensor([4, 0, 0, 0, 0])
+    many.num_replayed[:] = torch.tensor([1000, -3, 0, 0, 0])
+    for given in (few, many):
+        recurrent.forward(request_of(KDA, given, **options_of(KDA)), given)
+    assert same_bits(few.initial_state, many.initial_state)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_both_modes_give_the_same_bits(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
+    first, second = (call_of(H=2, HV=4, K=128, state_dtype=state_dtype) for _ in range(2))
+    second = second._replace(
+        v=torch.stack([second.v, second.v], 1)[:, 0], record_key=apart(second.record_key)
+    )
+    made = [
+        recurrent.forward(request_of(KDA, x, **options_of(KDA, state_v_first=v_first)), x).o
+        for x in (first, second)
+    ]
+    assert ["-MODE1" in name for name in emulated[::2]] == [True, False]
+    assert same_bits(*made)
+    for name in ("initial_state", *PARTS):
+        assert same_bits(getattr(first, name), getattr(second, name))
+
+
+# --- commit -------------------------------------------------------------------------------------------------------
+
+
+def commit_of(inputs: RecurrentInputs, **more: Any) -> CommitInputs:
+    given = {name: getattr(inputs, name) for name in CommitInputs._fields}
+    return CommitInputs(**(given | more))
+
+
+def commit_request(inputs: CommitInputs, v_first: bool = False) -> Request:
+    return request_of("commit_records", inputs, state_v_first=v_first, null_index=0)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moved", [False, True])
+def test_commit(emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype, moved: bool) -> None:
+    goals = torch.tensor([2, 6, 4, 3, -1], dtype=torch.int32) if moved else None
+    inputs = commit_of(call_of(H=2, HV=4, K=K, state_dtype=state_dtype, strided=moved), write_indices=goals)
+    request = commit_request(inputs, v_first)
+    poison_records(request, inputs)
+    before = copied(inputs)
+    want = oracle_commit(request, before)
+    assert commit_records(request, inputs).pool is inputs.initial_state
+    written = [2, 6] if moved else [3, 5, 7]
+    others = [row for row in range(8) if row not in written]
+    assert error(inputs.initial_state[written], want.pool[written]) < O_BOUND
+    assert same_bits(inputs.initial_state[others], before.initial_state[others])
+    assert launched(emulated) == ["commit_records"]
+
+
+def test_commit_with_one_decay_a_head_and_pools_in_any_layout(emulated: list[str]) -> None:
+    inputs = commit_of(call_of(GDN, HV=2))
+    pool = torch.randn(8, 2, 64, 64).transpose(2, 3)
+    inputs = inputs._replace(initial_state=pool)
+    want = oracle_commit(commit_request(inputs), copied(inputs)).pool
+    commit_records(commit_request(inputs), inputs)
+    assert error(pool, want) < O_BOUND
+
+
+# --- bit for bit --------------------------------------------------------------------------------------------------
+
+N, MOST, ROWS = 4, 3, 5
+SLOT = torch.tensor([3, 5, 1, 0])
+"""Of the sequences; the last has none."""
+ROW = torch.tensor([4, 2, -1, 1])
+"""The third sequence does not speculate."""
+
+
+@dataclasses.dataclass
+class Server:
+    """States in a pool, with records of candidates beside it."""
+
+    op: str
+    state_dtype: torch.dtype = torch.float32
+    v_first: bool = False
+    K: int = 64
+    H: int = 1
+    HV: int = 1
+
+    def __post_init__(self) -> None:
+        d = Draw(7)
+        self.gate = gate_of(self.op, d, self.HV, self.K)
+        self.pool = pool_of(6, self.K, self.state_dtype, HV=self.HV).contiguous()
+        self.pool[0] = NAN
+        parts = records_of(self.op, d, ROWS, MOST, self.H, self.HV, self.K)
+        self.records = {name: torch.full_like(x, NAN) for name, x in parts.items()}
+        self.accepted = torch.zeros(N, dtype=torch.int32)
+        self.options = options_of(self.op, state_v_first=self.v_first)
+
+    def call(self, x: dict[str, torch.Tensor], slots: torch.Tensor, **more: Any) -> torch.Tensor:
+        """A call that writes the pool. Returns ``o [tokens, HV, V]``."""
+        inputs = RecurrentInputs(**x, **self.gate, initial_state=self.pool, state_indices=slots, **more)
+        return recurrent.forward(request_of(self.op, inputs, **self.options), inputs).o.flatten(0, 1)
+
+    def verify(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Candidates, behind those of the call before that were accepted."""
+        given = {**self.records, "record_indices": ROW, "num_replayed": self.accepted}
+        return self.call(x, SLOT, **given)
+
+    def commit(self) -> None:
+        given = {**self.records, "record_indices": ROW, "num_replayed": self.accepted}
+        inputs = CommitInputs(initial_state=self.pool, state_indices=SLOT, **given)
+        commit_records(commit_request(inputs, self.v_first), inputs)
+
+    def tokens(self, rng: np.random.Generator) -> list[dict[str, torch.Tensor]]:
+        """Candidates of each sequence, one of those that do not speculate."""
+        counts = [1 if row < 0 else int(rng.integers(1, MOST + 1)) for row in ROW]
+        d = Draw(int(rng.integers(2**31)))
+        return [tokens_of(self.op, d, 1, count, self.H, self.HV, self.K) for count in counts]
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tokens one after another in a pack."""
+    lengths = [x["q"].shape[1] for x in parts]
+    pack = {name: torch.cat([x[name] for x in parts], 1) for name in TOKENS}
+    return {**pack, "cu_seqlens": torch.from_numpy(np.cumsum([0, *lengths])).int()}
+
+
+def decode(server: Server, true: list[dict[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The tokens that came true, one at a time, each in a batch. Returns ``o`` of each sequence."""
+    outputs: list[list[torch.Tensor]] = [[] for _ in true]
+    for t in range(MOST):
+        there = [n for n in range(N) if true[n]["q"].shape[1] > t]
+        if there:
+            x = {name: torch.cat([true[n][name][:, t : t + 1] for n in there]) for name in TOKENS}
+            for n, o in zip(there, server.call(x, SLOT[there]), strict=True):
+                outputs[n].append(o)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("op", "v_first", "steps", "sizes"),
+    [
+        (KDA, False, 200, {}),
+        (KDA, True, 200, {}),
+        (GDN, False, 40, {"H": 1, "HV": 2}),
+        (GDN, True, 40, {"H": 2, "HV": 4}),
+        (KDA, False, 12, {"H": 1, "HV": 2, "K": 128}),
+        (KDA, True, 12, {"H": 1, "HV": 2, "K": 128}),
+    ],
+)
+def test_float32_states_are_those_of_plain_decoding(
+    emulated: list[str], op: str, v_first: bool, steps: int, sizes: dict[str, int]
+) -> None:
+    by_records, plain = (Server(op, v_first=v_first, **sizes) for _ in range(2))
+    rng = np.random.default_rng(1)
+    for _ in range(steps):
+        drafts = by_records.tokens(rng)
+        counts = [x["q"].shape[1] for x in drafts]
+        accepted = [int(rng.integers(1, count + 1)) for count in counts]
+        o = by_records.verify(joined(drafts)).split(counts)
+        true = [{name: x[name][:, :m] for name in TOKENS} for x, m in zip(drafts, accepted, strict=True)]
+        for n, want in enumerate(decode(plain, true)):
+            assert same_bits(o[n][: accepted[n]], torch.stack(want))
+        by_records.accepted = torch.tensor(accepted, dtype=torch.int32)
+    by_records.commit()
+    assert same_bits(by_records.pool, plain.pool)
+    plain_kernels = {name for name in emulated if "-RECORDS0" in name}
+    assert {name[-1] for name in plain_kernels} == {"3" if op == GDN else "2"}  # those for one token
+
+
+@pytest.mark.parametrize(("v_first", "K", "steps"), [(False, 64, 100), (True, 64, 100), (False, 128, 8)])
+def test_bfloat16_states_are_those_of_writing_each(
+    emulated: list[str], v_first: bool, K: int, steps: int
+) -> None:
+    """A server that keeps the state after each candidate in a slot of its own starts from that of the last accepted."""
+    by_records, by_states = (Server(KDA, torch.bfloat16, v_first, K) for _ in range(2))
+    table = 1 + torch.arange(N * (MOST + 1)).view(N, MOST + 1)
+    table[SLOT == 0] = 0
+    first = by_states.pool
+    by_states.pool = torch.full((1 + table.numel(), *first.shape[1:]), NAN, dtype=torch.bfloat16)
+    by_states.pool[table[:, 0]] = first[SLOT]
+    where = table[:, 0].clone()
+    rng = np.random.default_rng(2)
+    for _ in range(steps):
+        drafts = by_records.tokens(rng)
+        x = joined(drafts)
+        o = by_records.verify(x)
+        free = torch.stack(
+            [row[row != at][:MOST] if at else row[:MOST] for row, at in zip(table, where, strict=True)]
+        )
+        assert same_bits(o, by_states.call(x, where, write_indices=free))
+        accepted = torch.tensor([int(rng.integers(1, x["q"].shape[1] + 1)) for x in drafts])
+        where = free[torch.arange(N), accepted - 1]
+        by_records.accepted = accepted.int()
+    by_records.commit()
+    kept = SLOT != 0
+    assert same_bits(by_records.pool[SLOT[kept]], by_states.pool[where[kept]])
+
+
+@pytest.mark.parametrize("op", [KDA, GDN])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_replaying_in_a_call_is_to_commit_before_it(
+    emulated: list[str], op: str, v_first: bool, state_dtype: torch.dtype
+) -> None:
+    once, twice = (Server(op, state_dtype, v_first, H=1, HV=2) for _ in range(2))
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        drafts = once.tokens(rng)
+        x = joined(drafts)
+        o = once.verify(x)
+        twice.commit()
+        twice.accepted = torch.zeros(N, dtype=torch.int32)
+        assert same_bits(o, twice.verify(x))
+        assert same_bits(once.pool, twice.pool)
+        for name in PARTS:
+            assert same_bits(once.records[name], twice.records[name])
+        accepted = [int(rng.integers(1, x["q"].shape[1] + 1)) for x in drafts]
+        once.accepted = twice.accepted = torch.tensor(accepted, dtype=torch.int32)
+    assert "commit_records" in launched(emulated)

@@ -12,7 +12,7 @@ from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, oracle, reque
 from pool_checks import pool_of, same_bits
 
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
-from kdacore.oracle.recurrence import oracle_commit
+from kdacore.oracle.commit import oracle_commit
 from kdacore.types import CommitInputs, RecurrentInputs, Request
 from kdacore_cuda.forms.recurrent import forward as recurrent
 from kdacore_cuda.forms.recurrent.commit import commit_records
@@ -277,7 +277,7 @@ def test_both_modes_give_the_same_bits(emulated: list[str], v_first: bool, state
 
 
 def commit_of(inputs: RecurrentInputs, **more: Any) -> CommitInputs:
-    given = {name: getattr(inputs, name) for name in CommitInputs._fields}
+    given = {name: getattr(inputs, name) for name in CommitInputs._fields if hasattr(inputs, name)}
     return CommitInputs(**(given | more))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import emulator
 import numpy as np
 import pytest
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, oracle, request_of
+from gated_delta_calls import in_each_order
 from pool_checks import pool_of, same_bits
 
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
@@ -271,6 +273,23 @@ def test_both_modes_give_the_same_bits(emulated: list[str], v_first: bool, state
     assert same_bits(*made)
     for name in ("initial_state", *PARTS):
         assert same_bits(getattr(first, name), getattr(second, name))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("op", [KDA, GDN])
+def test_no_order_of_blocks_and_threads_changes_a_bit(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, op: str, v_first: bool
+) -> None:
+    """Blocks of a head's columns, and of value heads that share a key, read records that the call replaces."""
+
+    def call() -> tuple[torch.Tensor, ...]:
+        x = call_of(op, T=4, H=1, HV=4, K=128)
+        o = recurrent.forward(request_of(op, x, **options_of(op, state_v_first=v_first)), x).o
+        return (o, x.initial_state, *[getattr(x, name) for name in PARTS])
+
+    want = call()
+    for given in in_each_order(monkeypatch, range(4), (emulator.BACKWARDS, emulator.SHUFFLED)):
+        assert all(same_bits(x, y) for x, y in zip(call(), want, strict=True)), given
 
 
 # --- commit -------------------------------------------------------------------------------------------------------

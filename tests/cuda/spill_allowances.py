@@ -117,7 +117,7 @@ ALLOWED = (
         "as above, with the head dims of the call",
     ),
     Allowance(
-        4,
+        8,
         "sm_90a",
         "sm90/gated_delta/walk_later_segments.cu",
         {"MARKS": None, "NARROW": 1},

@@ -323,12 +323,16 @@ def test_a_slice_of_many_sequences_finishes_as_a_whole_call() -> None:
     assert not choice.finishes_as_whole(528, False, 132)
 
 
+RECORDS = TensorSpec((2, 1, 8, 128), "float32")
+
+
 @pytest.mark.parametrize(
     ("change", "mode"),
     [
         ({}, RecurrentMode.ONE_TOKEN),
         ({"T": 2}, RecurrentMode.CONTIGUOUS),
         ({"state_indices_ndim": 2}, RecurrentMode.CONTIGUOUS),
+        ({"tensors": (*call(8, 1).tensors, ("record_update", RECORDS))}, RecurrentMode.CONTIGUOUS),
         ({"scalar_gate": True}, RecurrentMode.ONE_TOKEN_HEAD_GATE),
         ({"scalar_gate": True, "T": 2}, RecurrentMode.GENERAL),
         ({"packed": True}, RecurrentMode.GENERAL),

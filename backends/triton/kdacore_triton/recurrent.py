@@ -260,7 +260,9 @@ def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     empty = allocator(inputs.v.device.type)
 
     def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o, filled, goals, pool = arrays
+        q, k, v, g, beta, rate, bias, state, offsets, _, indices, accepted, o, filled, goals, pool, *_ = (
+            arrays
+        )
         a, b, c, d = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr()
         s = 0 if state is None else state.data_ptr()
         target, t = (state, s) if pool is None else (pool, pool.data_ptr())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from kdacore.calls.description import CallDescription, options
 from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
+from kdacore.contract.checks import MAX_VERIFY_TOKENS
 from kdacore.ops import OPS
 from kdacore.types import Request
 
@@ -42,9 +43,32 @@ def call_of_request(request: Request, tokens: int, seed: int = 0) -> CallDescrip
         pool=pool,
         out="out" in dtypes,
         one_decay=opdef.family == "commit" and request.scalar_gate,
+        conv_state_given="conv_state" in dtypes,
+        conv_width=_taps(request),
+        conv_bias="conv_bias" in dtypes,
+        conv_indices="conv_indices" in dtypes,
+        conv_windows="conv_windows" in dtypes,
+        z="z" in dtypes,
+        norm=_norm(request),
+        weight_dtype=dtypes.get("conv_weight", dtypes.get("norm_weight", "float32")),
         options=options(**asked),
         seed=seed,
     )
+
+
+def _taps(request: Request) -> int:
+    """Taps of the convolution; 0 without one."""
+    if request.has("conv_weight"):
+        return request.spec("conv_weight").shape[1]
+    if request.has("conv_windows"):
+        return request.spec("conv_windows").shape[2] + 1
+    return 4 if request.has("conv_state") else 0
+
+
+def _norm(request: Request) -> Literal["", "vector", "heads"]:
+    if not request.has("norm_weight"):
+        return ""
+    return "heads" if len(request.spec("norm_weight").shape) == 2 else "vector"
 
 
 def _pool(request: Request) -> Pool | str:
@@ -65,7 +89,10 @@ def _pool(request: Request) -> Pool | str:
 
 
 def _shape(request: Request, tokens: int) -> Shape:
-    recurrent = OPS[request.op].family in ("recurrent", "commit")
+    family = OPS[request.op].family
+    recurrent = family in ("recurrent", "decode", "commit")
+    if family == "decode" or request.has("record_update"):
+        tokens = min(tokens, MAX_VERIFY_TOKENS)
     T = min(request.T, tokens) if recurrent and not request.packed else tokens
     lengths = (T - 1, 0, 1) if request.packed else ()
     heads = min(request.H, 2)
@@ -90,5 +117,7 @@ def _options(request: Request) -> dict[str, Any]:
         "inplace_state": request.inplace_state,
         "read_only_state": request.read_only_state,
         "null_index": 0 if request.null_index >= 0 else None,
+        "norm_eps": request.norm_eps or OPS[request.op].defaults.get("norm_eps"),
+        "norm_activation": request.norm_activation or OPS[request.op].defaults.get("norm_activation"),
         "chunk_size": request.chunk_size,
     }

@@ -187,7 +187,8 @@ def call_of(args: argparse.Namespace) -> CallDescription:
 
 def _sizes_of(args: argparse.Namespace, op: str) -> Shape:
     """The sizes, the tokens shared out evenly where they are packed."""
-    B, T, H, HV, K, V = args.shape or (1, 4096, 16, 16, 128, 128)
+    usual = (32, 1, 16, 16, 128, 128) if OPS[op].family == "decode" else (1, 4096, 16, 16, 128, 128)
+    B, T, H, HV, K, V = args.shape or usual
     N = args.cu_seqlens
     if N < 0:
         raise ContractError(op, "cu_seqlens", f"{N} sequences", "1 or more")

@@ -30,6 +30,16 @@ class Pair(NamedTuple):
     """What is wrong with the result before any value is looked at; then there are none here."""
 
 
+_HOLD_NOTHING = (
+    "initial_state",
+    "write_pool",
+    "record_update",
+    "record_key",
+    "record_decay",
+    "conv_state",
+    "conv_windows",
+)
+"""Arrays with rows that no sequence reads."""
 WIDE = {"float64": "float64"}
 """dtype of a log decay by that of its input; float32 for all others."""
 
@@ -47,7 +57,7 @@ def small_call(request: Request, tokens: int, seed: int = 0) -> tuple[Request, A
     call = call_of_request(request, tokens, seed)
     values = host_values(call)
     if call.pool:  # the whole pool is compared, so the rows that no sequence names are numbers too
-        for name in ("initial_state", "write_pool"):
+        for name in _HOLD_NOTHING:
             if name in values:
                 values[name] = np.nan_to_num(values[name])
     # By the request's own dtypes: it may have one for each of its indices.
@@ -92,13 +102,21 @@ def _convert(request: Request, name: str, x: Any) -> Any:
 
 def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
     """Each result of the call and its expected value."""
-    from kdacore.oracle import gate, recurrence
+    from kdacore.oracle import commit, decode, gate, recurrence
 
     if request.op == "kda_gate":
         want = gate.oracle_gate(request, inputs)
         return _pair(request, "log decay", "o", WIDE.get(request.dtype, "float32"), result, want)
     before = _copy_pool(request, inputs)
-    expected = recurrence.oracle_forward(request, before)
+    if OPS[request.op].family == "commit":
+        committed = commit.oracle_commit(request, before)
+        pairs = _pair(request, "pool", "state", request.state_dtype, result.pool, committed.pool)
+        if committed.conv_state is None:
+            return pairs
+        dtype = request.spec("conv_state").dtype
+        return pairs + _pair(request, "conv_state", "state", dtype, result.conv_state, committed.conv_state)
+    oracle = decode.oracle_decode if OPS[request.op].family == "decode" else recurrence.oracle_forward
+    expected = oracle(request, before)
     final = expected.final_state if request.output_final_state else None
     pairs = _pair(request, "o", "o", request.dtype, result.o, expected.o)
     pairs += _pair(request, "final_state", "state", request.state_dtype, result.final_state, final)
@@ -109,6 +127,18 @@ def forward_pairs(request: Request, inputs: Any, result: Any) -> list[Pair]:
         name = request.written_pool
         pool = getattr(inputs, name)
         pairs += _pair(request, name, "state", request.state_dtype, pool, expected.final_state)
+    return pairs + _beside(request, inputs, result, expected)
+
+
+def _beside(request: Request, inputs: Any, result: Any, expected: Any) -> list[Pair]:
+    """What a call writes beside ``out`` and its pool: the arrays themselves, or of JAX the new ones."""
+    given = [name for name, _ in request.tensors]
+    written = OPS[request.op].written_of(given, request.inplace_state)
+    names = [name for name in written if name not in ("out", request.written_pool)]
+    got = result.written if request.kind == "jax" else [getattr(inputs, name) for name in names]
+    pairs: list[Pair] = []
+    for name, x, want in zip(names, got, expected.written, strict=True):
+        pairs += _pair(request, name, "state", request.spec(name).dtype, x, want)
     return pairs
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import kdacore
 from kdacore import config, machine
+from kdacore.calls.description import CallDescription
+from kdacore.calls.requests import request_of
 from kdacore.calls.values import Shape, normalise, offsets, tensors, to_kind
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES
@@ -487,3 +489,40 @@ def test_gradients_are_what_the_call_asks_for(change: Any, said: str) -> None:
     request = kdacore.explain("chunk_kda", **x).request
     found = selfcheck.measure(dataclasses.replace(reference, backend=backend), request)
     assert found["misfit"] == said and not found["error"] < found["bound"]
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "records": {"op": "fused_recurrent_kda", "pool": "records", "T": 4},
+    "records of a pack": {"op": "fused_recurrent_kda", "pool": "records", "B": 1, "T": 5, "lengths": (4, 1)},
+    "fused decode": {"op": "fused_decode_kda", "norm": "vector", "z": True, "conv_bias": True, "B": 3, "T": 1},
+    "fused decode in a pool": {
+        "op": "fused_decode_gated_delta_rule", "pool": "inplace_null", "norm": "heads", "z": True, "B": 3, "T": 2
+    },
+    "candidates": {"op": "fused_decode_kda", "pool": "candidates_moved", "T": 3, "conv_indices": True},
+    "windows": {"op": "fused_decode_kda", "pool": "records", "T": 3, "conv_windows": True},
+    "commit": {"op": "commit_records", "T": 3},
+    "commit of windows": {"op": "commit_records", "T": 3, "conv_state_given": True, "conv_windows": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("name", SERVED)
+def test_calls_of_servers_are_checked(name: str, kind: Any) -> None:
+    """A backend passes with the right results, and not where the state that it writes is another."""
+    described = CallDescription(kind=kind).changed(**SERVED[name])
+    use = described.pool_use
+    asked = {} if use is None or described.family == "commit" else use.options
+    request = request_of(described.having(**asked))
+    registered = REGISTRY.get("reference")
+    found = selfcheck.measure(registered, request)
+    assert not found["failure"] and not found["misfit"] and found["error"] < found["bound"]
+
+    def spoilt(request: Request, inputs: Any) -> Any:
+        out = registered.backend.ops[request.op].forward(request, inputs)
+        written = inputs.initial_state if request.inplace_state and not request.write_pool_size else out[0]
+        written *= 1.01
+        return out
+
+    ops = {request.op: dataclasses.replace(registered.backend.ops[request.op], forward=spoilt)}
+    broken = dataclasses.replace(registered, backend=dataclasses.replace(registered.backend, ops=ops))
+    assert not selfcheck.measure(broken, request)["error"] < found["bound"]

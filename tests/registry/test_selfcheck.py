@@ -496,7 +496,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "records of a pack": {"op": "fused_recurrent_kda", "pool": "records", "B": 1, "T": 5, "lengths": (4, 1)},
     "fused decode": {"op": "fused_decode_kda", "norm": "vector", "z": True, "conv_bias": True, "B": 3, "T": 1},
     "fused decode in a pool": {
-        "op": "fused_decode_gated_delta_rule", "pool": "inplace_null", "norm": "heads", "z": True, "T": 2
+        "op": "fused_decode_gated_delta_rule", "pool": "inplace_null", "norm": "heads", "z": True, "B": 3, "T": 2
     },
     "candidates": {"op": "fused_decode_kda", "pool": "candidates_moved", "T": 3, "conv_indices": True},
     "windows": {"op": "fused_decode_kda", "pool": "records", "T": 3, "conv_windows": True},

@@ -50,12 +50,15 @@ ALLOWED = (
         {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL, "RECORDS": 1},
         "two blocks of 256 threads leave 128 registers",
     ),
-    Allowance(
-        12,
-        "sm_90a",
-        "common/recurrent/recurrent.cu",
-        {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS, "RECORDS": 1},
-        "three blocks of 128 threads leave 168 registers",
+    *(
+        Allowance(
+            12,
+            arch,
+            "common/recurrent/recurrent.cu",
+            {"K_DIM": 128, "V_FIRST": 0, "STATE_BF16": 0, "MODE": RecurrentMode.CONTIGUOUS, "RECORDS": 1},
+            "three blocks of 128 threads leave 168 registers",
+        )
+        for arch in ("sm_90a", "sm_120")
     ),
     Allowance(
         32,

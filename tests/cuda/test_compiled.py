@@ -30,7 +30,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def products(kernel: KernelSource) -> set[str]:
     """The matrix instructions a kernel has to have: none, a warp's, a warpgroup's, or both."""
     folder, _, name = kernel.path.rpartition("/")
-    if name in ("recurrent.cu", "sums.cu", "gate_sums.cu", "groups.cu", "checkpoint_tail.cu"):
+    if folder == "common/recurrent" or name in ("sums.cu", "gate_sums.cu", "groups.cu", "checkpoint_tail.cu"):
         return set()
     if folder.startswith("common/"):
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}
@@ -48,7 +48,7 @@ def products(kernel: KernelSource) -> set[str]:
         WARPGROUP: (
             *("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),
             *("walk_records.cu", "walk_records_beside.cu", "walk_records_keeping.cu", "walk_backward.cu"),
-            "walk_first_segments.cu",
+            *("walk_first_segments.cu", "walk_to_checkpoints.cu"),
             *("walk_later_segments.cu", "walk_outer_segments.cu", "walk_inner_segments.cu"),
         ),
     }
@@ -136,10 +136,9 @@ def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
     built = compile_kernel(kernel, arch)
     assert b"\0" + kernel.entry.encode() + b"\0" in built.cubin
     assert built.usage().spills <= allowed(kernel, arch)
-    if kernel.entry != "recurrent":
-        path = folder / "kernel.cubin"
-        path.write_bytes(built.cubin)
-        assert found(disassemble(path)) == {WARP}
+    path = folder / "kernel.cubin"
+    path.write_bytes(built.cubin)
+    assert found(disassemble(path)) == products(kernel)
 
 
 @pytest.mark.parametrize("arch", PORTABLE)

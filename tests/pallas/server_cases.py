@@ -125,7 +125,7 @@ def make(server: ServerCase, poison: bool = True) -> Call:
     for n in pools:
         arrays[n] = (0.3 * rng.standard_normal(shape)).astype(jnp.dtype(request.state_dtype))
     for n in INDEX_VALUES:
-        if getattr(server, n) is not None:
+        if getattr(server, n, None) is not None:
             arrays[n] = np.asarray(getattr(server, n), bool if n == "has_initial_state" else np.int32)
     options = {
         "use_qk_l2norm_in_kernel": case.l2norm,

@@ -3,6 +3,8 @@ float16, as servers call it, equal bits."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -282,6 +284,15 @@ def test_the_contract_s_length(emulated: list[str], gate: str) -> None:
 
 
 # --- which kernels -------------------------------------------------------------------------------------------------
+
+
+def test_gradients_behind_norms_of_tiny_rows_are_declined() -> None:
+    """Their factors reach 1000: in the conformance suite's case of tiny rows half of the gradient of q was lost."""
+    for of, needs_grad, norm in itertools.product((HALF, torch.bfloat16), (False, True), (False, True)):
+        options = {**MODEL, "use_qk_l2norm_in_kernel": norm}
+        r = dataclasses.replace(request_of(OP, draw(20, of=of), **options), needs_grad=needs_grad)
+        declined = unsupported_calls.float16_gradients(r) is not None
+        assert declined == (of == HALF and needs_grad and norm)
 
 
 def test_other_dtypes_are_declined() -> None:

@@ -109,7 +109,8 @@ def make_backend() -> Backend:
         serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.CHECKPOINT_FEATURES | {"out"},
         verifiers=_COMMON
         + _verifiers(
-            *("hopper", "chunk_head_dims", "gated_delta_dtype", "gated_delta_variant", "sequence_length")
+            *("hopper", "chunk_head_dims", "gated_delta_dtype", "float16_gradients"),
+            *("gated_delta_variant", "sequence_length"),
         ),
         fast_path=_lazy("forms.gated_delta.forward", "make_fast_call"),
         fast_gradients=_lazy("forms.gated_delta.gradients", "make_fast_gradients"),

@@ -137,6 +137,15 @@ def gradients(request: Request) -> Reason | None:
 
 
 @common.reads_no_lengths
+def float16_gradients(request: Request) -> Reason | None:
+    """Factors of l2norm reach 1000 where a row is tiny: what gradients are made of then leaves the range of float16."""
+    if request.dtype != "float16" or not (request.needs_grad and request.qk_l2norm):
+        return None
+    got, want = "float16 with l2norm in the kernel", "bfloat16, or q and k that are normalised before"
+    return Reason("gradients", "would lose gradients of tiny rows", got, want)
+
+
+@common.reads_no_lengths
 def hopper(request: Request) -> Reason | None:
     """The gated delta rule's kernels use warpgroup products."""
     arch = request.device.arch

@@ -18,7 +18,7 @@ from kdacore.testing.serving import judge
 from kdacore.types import ChunkInputs, OutputGrads
 from kdacore_reference.oracle import oracle_backward
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 MORE = pytest.mark.exhaustive
 NAN = float("nan")
 

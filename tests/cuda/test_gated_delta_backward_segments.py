@@ -21,7 +21,7 @@ from kdacore_cuda.forms.gated_delta.kernels import inner_segments_kernel, outer_
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 NAN = float("nan")
 OUTER, INNER = "walk_outer_segments", "walk_inner_segments"
 TWO = ["chunk_records", OUTER, INNER, *WHOLE[2:]]

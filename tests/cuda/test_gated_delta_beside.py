@@ -32,7 +32,7 @@ from kdacore_cuda.kernel_parameters import GATED_DELTA
 from kdacore_cuda.runtime import torch_launch
 from kdacore_cuda.runtime.program import Launch
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 
 
 @pytest.fixture(params=["beside", "within"])

@@ -22,7 +22,7 @@ from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.gated_delta import kernels, launches, segments
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 MORE = pytest.mark.exhaustive
 TO = "walk_to_checkpoints"
 WAYS = {

@@ -41,7 +41,7 @@ from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 HALF, MORE = torch.float16, pytest.mark.exhaustive
 CLOSER = 0.5
 """Of the bounds for short calls: float16 operands have three bits more than bfloat16 ones."""

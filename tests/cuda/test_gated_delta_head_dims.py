@@ -44,7 +44,7 @@ from kdacore_cuda.forms.gated_delta import forward as gated_delta
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 DIMS = [(64, 64), (128, 64), (48, 32), (16, 112), (96, 80)]
 SQUARE, MORE = DIMS[0], pytest.mark.exhaustive
 WALK = ["chunk_records", "walk_records"]

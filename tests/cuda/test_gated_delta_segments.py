@@ -33,7 +33,7 @@ from kdacore_cuda.forms.gated_delta import segments
 from kdacore_cuda.forms.gated_delta.kernels import first_segments_kernel, later_segments_kernel
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
 """Chunks: two, one, one, then three each."""
 

@@ -34,7 +34,7 @@ from kdacore_cuda.forms.slices import backward, forward, functions, halves
 from kdacore_cuda.runtime import device_figures
 from kdacore_reference.oracle import oracle_forward
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 
 LOG: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
 BEGIN = ["chunk_records", "walk_first_segments", "transition"]

@@ -27,6 +27,7 @@ from kdacore.types import ChunkInputs, Outputs, Request
 from kdacore_cuda import choice
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
+from kdacore_cuda.gated_delta_variant import state_parts
 from kdacore_reference.oracle import oracle_forward
 
 PRESET = "gated-delta-records"
@@ -63,8 +64,11 @@ def inputs_of(case: Case, gates: str) -> tuple[Request, ChunkInputs]:
 def served(request: Request, ways: list[str]) -> list[str]:
     """Those that can serve a call: two launches side by side need room for both."""
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    room = count > 2 * request.N * request.HV
-    return [way for way in ways if way != "beside" or room]
+    can = {
+        "beside": count > state_parts(request) * request.N * request.HV,
+        "within": choice.may_make_records_within(request, count),
+    }
+    return [way for way in ways if can.get(way, True)]
 
 
 def gate(case: Case, ways: list[str]) -> None:

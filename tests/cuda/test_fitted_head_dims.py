@@ -85,6 +85,17 @@ def test_gradients(emulated: list[str], op: str, K: int, V: int) -> None:
     check_gradients(op, packed(op, K, V))
 
 
+@pytest.mark.parametrize("V", [64, 192])
+def test_flat_biases(emulated: list[str], V: int) -> None:
+    """``dt_bias`` as ``[HV*K]``, and its gradient."""
+    inputs = draw(KDA, 64, V, 70)
+    assert inputs.dt_bias is not None
+    flat = inputs._replace(dt_bias=inputs.dt_bias.reshape(-1))
+    check_gradients(KDA, flat)
+    if V != 64:
+        check_forward(KDA, flat)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_of_states_with_values_first(emulated: list[str], op: str) -> None:
     state = Draw(4).normal(1, 2, 192, 96, dtype=torch.float32)

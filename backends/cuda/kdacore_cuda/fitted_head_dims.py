@@ -144,7 +144,8 @@ class _Fit:
     def shared(self, name: str, x: Any) -> Any:
         """What several value heads have in common, once for each."""
         if name in _OF_CHANNELS and not self.r.scalar_gate:
-            x = self.pad(x, SIZE)
+            # A bias may be flat.
+            x = self.pad(x.reshape(self.r.HV, self.r.K) if x.ndim == 1 else x, SIZE)
         return x if self.blocks == 1 else _namespace(x).repeat(x, self.blocks, axis=_SHARED[name])
 
     def summed(self, name: str, x: Any) -> Any:
@@ -153,7 +154,9 @@ class _Fit:
             xp, axis = _namespace(x), _SHARED[name]
             each = x.reshape(*x.shape[:axis], self.r.HV, self.blocks, *x.shape[axis + 1 :])
             x = xp.astype(xp.sum(each, axis=axis + 1, dtype=xp.float32), x.dtype)
-        return _plain(x[..., : self.r.K]) if name in _OF_CHANNELS and not self.r.scalar_gate else x
+        if name in _OF_CHANNELS and not self.r.scalar_gate:
+            x = _plain(x[..., : self.r.K].reshape(self.r.spec(name).shape))
+        return x
 
     def gradients_of(self, x: InputGrads) -> InputGrads:
         more = {name: self.summed(name, y) for name in _SHARED if (y := getattr(x, name)) is not None}

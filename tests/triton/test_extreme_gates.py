@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -114,3 +115,22 @@ def gate_call(
         torch.zeros((1, 1), device=DEVICE),
     )
     return x, contract.build_request(OPS["kda_gate"], x, (lower_bound,))[0]
+
+
+def test_gate_gradients_whose_sums_nearly_cancel() -> None:
+    """The sums of two spans of tokens are larger than any float32, and their signs differ."""
+    signs = [-0.2] * 16 + [0.2] * 15
+    x, r = gate_call([0.0] * len(signs), 100.0, -5.0)
+    dlog = torch.tensor(signs, device=DEVICE).reshape(x.g.shape)
+    got, want = gate.backward(r, x, dlog), oracle_gate_backward(r, x, to_float64(dlog))
+    assert 0 < abs(want.dt_bias.item()) < LARGEST
+    np.testing.assert_allclose(to_float64(got.dt_bias), want.dt_bias, rtol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("op", ["chunk_kda", "chunk_gated_delta_rule"])
+def test_sums_of_chunks_that_nearly_cancel(op: str) -> None:
+    case = suite()[f"{op}-gradients-cliff_sigmoid"]
+    for seed in range(2):
+        result = run_case(replace(case, shape=replace(case.shape, B=1, T=150), seed=seed))
+        assert result.status == "served", result.message

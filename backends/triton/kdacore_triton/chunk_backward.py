@@ -15,6 +15,7 @@ import torch
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
 
 from .chunk_backward_plan import ChunkBackwardPlan, plan_backward
+from .kernels.chunk_backward_gate import bias_unit
 from .kernels.chunk_backward_grads import chunk_backward_grads_kernel
 from .kernels.chunk_backward_grads_offset import chunk_backward_grads_offset_kernel
 from .kernels.chunk_backward_grads_scalar import chunk_backward_grads_scalar_kernel
@@ -197,7 +198,9 @@ def _run_grads(
     if x.A_log is not None:
         dA = _sum_chunks(r, p, dA_part, x.A_log, 1, 1)
     if x.dt_bias is not None:
-        dbias = _sum_chunks(r, p, dbias_part, x.dt_bias, x.dt_bias.numel() // r.HV, width)
+        dbias = _sum_chunks(
+            r, p, dbias_part, x.dt_bias, x.dt_bias.numel() // r.HV, width, bias_unit(p.options["GATE"])
+        )
     return InputGrads(dq, dk, dv, dg, dbeta, dA, dbias, d_initial)
 
 
@@ -214,10 +217,22 @@ def _sum_chunks(
     like: torch.Tensor,
     columns: int,
     width: int,
+    unit: float = 1.0,
 ) -> torch.Tensor:
-    """Sum partials over the chunks into a tensor shaped and typed like the parameter."""
+    """Sum partials, which are times ``unit``, over the chunks into a tensor shaped and typed like the parameter."""
     out = torch.empty_like(like)
-    _sum_slots((request.HV, 1, 1), part, out, plan.slots, request.HV, columns, KP=width, ROWS=64, num_warps=4)
+    _sum_slots(
+        (request.HV, 1, 1),
+        part,
+        out,
+        plan.slots,
+        request.HV,
+        columns,
+        KP=width,
+        ROWS=64,
+        UNIT=unit,
+        num_warps=4,
+    )
     return out
 
 

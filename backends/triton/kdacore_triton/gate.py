@@ -9,7 +9,7 @@ import torch
 from kdacore.types import GateGrads, GateInputs, Request
 from kdacore_triton.gate_families import GATES
 from kdacore_triton.kernel_options import INTERPRETING, dense
-from kdacore_triton.kernels.gate import gate_backward_kernel, gate_kernel
+from kdacore_triton.kernels.gate import SHRINK, gate_backward_kernel, gate_kernel
 from kdacore_triton.launch import Launcher, cdiv
 
 _FORWARD = Launcher(gate_kernel)
@@ -61,7 +61,8 @@ def backward(request: Request, inputs: GateInputs, dlog: torch.Tensor) -> GateGr
 def _total(partial: torch.Tensor, axes: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """The sum of the spans' sums, held to the largest finite number. float64 does not overflow on the way."""
     limit = torch.finfo(like.dtype).max
-    return partial.sum(axes, dtype=torch.float64).clamp_(-limit, limit).view(like.shape).to(like.dtype)
+    total = partial.sum(axes, dtype=torch.float64) / SHRINK.value
+    return total.clamp_(-limit, limit).view(like.shape).to(like.dtype)
 
 
 def _partial(parameter: torch.Tensor | None, spans: int, cols: int) -> Any:

@@ -161,17 +161,18 @@ def gate_grad_as(dx, GATE: tl.constexpr, KIND: tl.constexpr):
     return dx
 
 
+def bias_unit(gate: int) -> float:
+    """What the sums of :func:`sum_bias` are times."""
+    return float(SHRINK.value) if gate == GATE_SIGMOID.value else 1.0
+
+
 @triton.jit
 def sum_bias(dx, axis: tl.constexpr, GATE: tl.constexpr):
-    """The sum over a chunk's tokens of the gradient of the raw gate, which :func:`held_sum` takes to its size."""
+    """The sum over a chunk's tokens of the gradient of the raw gate.
+
+    A bounded gate's is times :data:`SHRINK`: its largest gradients add up to no infinity, and the sums of two chunks
+    may have different signs.
+    """
     if GATE == GATE_SIGMOID:
         dx *= SHRINK
     return tl.sum(dx, axis)
-
-
-@triton.jit
-def held_sum(total, GATE: tl.constexpr):
-    """The inverse of what :func:`sum_bias` multiplies by. A bounded gate's largest gradients add up to no infinity."""
-    if GATE == GATE_SIGMOID:
-        total = held(total * (1.0 / SHRINK))
-    return total

@@ -40,7 +40,6 @@ from .chunk_backward_gate import (
     gate_grads,
     gate_tile,
     has_gradient,
-    held_sum,
     steps,
     store_beta_grad,
     sum_bias,
@@ -334,7 +333,7 @@ def chunk_backward_grads_kernel(
             cols, kb, GATE, DOT, ASM,
         )  # fmt: skip
         if inputs.dt_bias is not None:
-            tl.store(grads.dbias_part + tile * KP + cols, held_sum(dbias + dbias0, GATE))
+            tl.store(grads.dbias_part + tile * KP + cols, dbias + dbias0)
         if inputs.A_log is not None:
             da += tl.sum(da0 + da1, 0)
 

@@ -31,7 +31,6 @@ from .chunk_backward_gate import (
     gate_grad_as,
     gate_grads,
     gate_tile,
-    held_sum,
     steps,
     store_beta_grad,
     sum_bias,
@@ -337,7 +336,7 @@ def chunk_backward_grads_offset_kernel(
     )  # fmt: skip
 
     if inputs.dt_bias is not None:
-        tl.store(grads.dbias_part + chunk * KP + cols, held_sum(dbias0 + dbias1, GATE))
+        tl.store(grads.dbias_part + chunk * KP + cols, dbias0 + dbias1)
     if inputs.A_log is not None:
         tl.store(grads.dA_part + pid, tl.sum(da0 + da1, 0))
     store_beta_grad(grads.dbeta, inputs.beta, db0, at, 0, S, BETA)

@@ -18,7 +18,6 @@ from .chunk_backward_gate import (
     gate_grads,
     gate_input_scalar,
     has_gradient,
-    held_sum,
     steps,
     sum_bias,
 )
@@ -227,6 +226,6 @@ def chunk_backward_grads_scalar_kernel(
     dx, da_row = gate_grads(dstep, xg, step, a_exp, lower_bound, differentiable, GATE, ASM, kind)
     store_vector(grads.dg, gate_grad_as(dx, GATE, kind), start, rows, HV, hv, C)
     if inputs.dt_bias is not None:
-        tl.store(grads.dbias_part + pid, held_sum(sum_bias(dx, 0, GATE), GATE))
+        tl.store(grads.dbias_part + pid, sum_bias(dx, 0, GATE))
     if inputs.A_log is not None:
         tl.store(grads.dA_part + pid, tl.sum(da_row, 0))

@@ -13,8 +13,8 @@ to no infinity."""
 
 
 @triton.jit(do_not_specialize=["HV", "slots"])
-def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constexpr):
-    """``out[hv, :K] = sum over slots of part[slot, hv, :K]``; ``part`` is ``[slots, HV, KP]``. Held to the
+def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr):
+    """``out[hv, :K] = sum over slots of part[slot, hv, :K] / UNIT``; ``part`` is ``[slots, HV, KP]``. Held to the
     largest finite number of ``out``. Grid: ``(HV,)``."""
     hv = tl.program_id(0)
     cols = tl.arange(0, KP)
@@ -24,7 +24,7 @@ def sum_slots_kernel(part, out, slots, HV, K, KP: tl.constexpr, ROWS: tl.constex
         at = (s.to(tl.int64) * HV + hv)[:, None] * KP + cols[None, :]
         term = tl.load(part + at, mask=(s < slots)[:, None], other=0.0)
         total += tl.sum(product(term, SHRINK), 0)
-    total = held_as(total * (1.0 / SHRINK), out.dtype.element_ty)
+    total = held_as(total * (1.0 / (SHRINK * UNIT)), out.dtype.element_ty)
     tl.store(out + hv * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
 
 

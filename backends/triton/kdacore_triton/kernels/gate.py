@@ -54,7 +54,8 @@ def gate_backward_kernel(
 ):  # fmt: skip
     """``dg``, at most MOST, and per span of rows and column the sums that make ``dA_log`` and ``ddt_bias``.
 
-    Grid: spans of SPAN rows, blocks of BC columns. ``dA_part``, ``dbias_part``: ``[spans, COLS]`` float32 or None.
+    Grid: spans of SPAN rows, blocks of BC columns. ``dA_part``, ``dbias_part``: ``[spans, COLS]`` float32, times
+    :data:`SHRINK`, or None.
     """
     col = tl.program_id(1) * BC + tl.arange(0, BC)
     first = tl.program_id(0) * SPAN
@@ -81,8 +82,6 @@ def gate_backward_kernel(
         tl.store(dg + at, stored.to(dg.dtype.element_ty), mask=inside)
         dbias += tl.sum(dx * SHRINK, 0)
         drate += tl.sum(da * SHRINK, 0)
-    drate = held(drate * (1.0 / SHRINK))
-    dbias = held(dbias * (1.0 / SHRINK))
     out = tl.program_id(0).to(tl.int64) * COLS + col
     if dA_part is not None:
         tl.store(dA_part + out, drate, mask=col < COLS)

@@ -1,4 +1,4 @@
-"""The forward of the gated delta rule with its records made before, beside or within the walks:
+"""The forward of the gated delta rule with its records made before or beside the walks:
 ``python -m benchmarks.gated_delta_records``.
 
 On a Hopper GPU, the cases of ``kdacore bench --preset h200-gdn`` that compute their decays, or those that ``--cases``
@@ -31,7 +31,7 @@ from kdacore_cuda.gated_delta_variant import state_parts
 from kdacore_reference.oracle import oracle_forward
 
 PRESET = "gated-delta-records"
-WAYS = ("shipped", "before", "beside", "within")
+WAYS = ("shipped", "before", "beside")
 
 
 @contextmanager
@@ -40,9 +40,7 @@ def forced(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         if way != "shipped":
             stack.enter_context(mock.patch.object(choice, "most_cut", lambda count: 0))
-            for rule in ("beside", "within"):
-                made_so = mock.patch.object(choice, f"use_records_{rule}", lambda *given, x=rule: way == x)
-                stack.enter_context(made_so)
+            stack.enter_context(mock.patch.object(choice, "use_records_beside", lambda *given: way == "beside"))
         yield
 
 
@@ -64,11 +62,8 @@ def inputs_of(case: Case, gates: str) -> tuple[Request, ChunkInputs]:
 def served(request: Request, ways: list[str]) -> list[str]:
     """Those that can serve a call: two launches side by side need room for both."""
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    can = {
-        "beside": count > state_parts(request) * request.N * request.HV,
-        "within": choice.may_make_records_within(request, count),
-    }
-    return [way for way in ways if can.get(way, True)]
+    beside = count > state_parts(request) * request.N * request.HV
+    return [way for way in ways if way != "beside" or beside]
 
 
 def gate(case: Case, ways: list[str]) -> None:

@@ -96,7 +96,6 @@ def in_each_order(
 WAYS = {
     "before": ["chunk_records", "walk_records"],
     "beside": ["chunk_records_beside", "walk_records_beside"],
-    "within": ["walk_making_records"],
 }
 """The kernels of a forward that is not cut, by when its records are made."""
 
@@ -105,4 +104,3 @@ def choose_records(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Calls are not cut, and have their records made so; before all walks if that is no other way of :data:`WAYS`."""
     monkeypatch.setattr(choice, "most_cut", lambda count: 0)
     monkeypatch.setattr(choice, "use_records_beside", lambda *given: way == "beside")
-    monkeypatch.setattr(choice, "use_records_within", lambda *given: way == "within")

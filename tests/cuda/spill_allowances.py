@@ -99,20 +99,6 @@ ALLOWED = (
         "two walks in one kernel; what is needed once a walk, and one word once a chunk",
     ),
     Allowance(
-        80,
-        "sm_90a",
-        "sm90/gated_delta/walk_making_records.cu",
-        {"MARKS": None, "SIZE": None},
-        "roles have 232, 112 and 56 registers; what is needed once a walk, and once a unit",
-    ),
-    Allowance(
-        92,
-        "sm_90a",
-        "sm90/gated_delta/walk_making_records.cu",
-        {"MARKS": 1},
-        "as above, with checkpoints at chosen tokens",
-    ),
-    Allowance(
         32,
         "sm_90a",
         "sm90/gated_delta/walk_first_segments.cu",

@@ -225,17 +225,17 @@ def test_records_of_the_gated_delta_rule_are_made_beside_walks() -> None:
     assert not beside(saving)
 
 
-def test_which_calls_may_have_records_made_within_walking_blocks() -> None:
-    """None has them yet; units are counted in 20 bits, and packs ordered by length have up to 32 sequences."""
-    assert choice.may_make_records_within(gated_delta(64, T=8192), 132)
-    assert [choice.may_make_records_within(gated_delta(32, T=64 * n), 132) for n in (32_762, 32_763)] == [
-        True,
-        False,
-    ]
-    for n in (32, 33):
-        r = dataclasses.replace(packed(1, N=n, T=65536), op="chunk_gated_delta_rule")
-        assert choice.may_make_records_within(r, 132) == (n == 32)
-    assert not choice.use_records_within(gated_delta(64, T=8192), 132)
+def test_whole_states_or_halves() -> None:
+    """As many rounds of blocks as there are, and halves for packs."""
+
+    def warpgroups(items: int) -> int:
+        return choice.walk_warpgroups(gated_delta(items), 132)
+
+    assert [warpgroups(n) for n in (66, 67, 132, 133, 198, 199, 256)] == [1, 2, 2, 1, 1, 2, 2]
+    pack = dataclasses.replace(packed(32, N=6, T=6 * 512), op="chunk_gated_delta_rule")
+    assert choice.walk_warpgroups(pack, 132) == 1
+    assert choice.walk_warpgroups(dataclasses.replace(pack, T=6 * 512 - 1), 132) == 2
+    assert choice.walk_warpgroups(dataclasses.replace(pack, N=1, HV=128), 132) == 2
 
 
 def test_the_gated_delta_rule_saves_operands_where_it_is_not_cut() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
+import emulator
+import numpy as np
 import pytest
 import torch
 from cuda_calls import MODEL
@@ -24,9 +28,10 @@ from gated_delta_calls import (
 from pool_checks import pool_of, same_bits
 
 from kdacore_cuda.build.compiler import compile_kernel
-from kdacore_cuda.build.kernel_source import EVERY_LANE
+from kdacore_cuda.build.kernel_source import EVERY_LANE, gather_headers
 from kdacore_cuda.forms.gated_delta import launches
 from kdacore_cuda.forms.gated_delta.kernels import walk_kernel
+from kdacore_cuda.kernel_parameters import GATED_DELTA
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -237,3 +242,41 @@ def test_products_overlap(warpgroups: int) -> None:
     log = compile_kernel(walk_kernel(warpgroups).source, "sm_90a").log
     assert "serialized" not in log
     assert "setmaxnreg ignored" not in log
+
+
+_PLACES = """
+#define WARPGROUPS 1
+#define EVERY_LANE 0
+#include "sm90/gated_delta/walk_block.cuh"
+static void places(const GatedDeltaParams& p, int* out) {
+  for (int i = 0; i < p.N; ++i) {
+    const int n = sequence_at(p, i);
+    if (!thread_index()) out[i] = n;
+  }
+}
+extern "C" const char* run(GatedDeltaParams p, int* out) {
+  return emu::run([&] { places(p, out); }, 1, 1, 32, 16, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("count", [1, 6, 32, 33])
+def test_a_packs_longest_sequences_begin_first(tmp_path: Path, count: int) -> None:
+    """By their chunks, and as they lie where these are equal or there are more sequences than a warp has lanes."""
+    lengths = np.random.default_rng(count).integers(0, 500, count)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    given = {"cu_seqlens": offsets.ctypes.data, "N": count, "T": int(offsets[-1])}
+    struct = type(
+        "Params", (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (GATED_DELTA.size // 8))]}
+    )
+    packed = struct.from_buffer_copy(
+        GATED_DELTA.packer.pack(*[given.get(n, 0) for n, _ in GATED_DELTA.fields])
+    )
+    function = ctypes.CDLL(
+        str(emulator.compile_library(_PLACES, gather_headers(_PLACES), [], tmp_path, "places"))
+    ).run
+    function.argtypes, function.restype = [struct, ctypes.c_void_p], ctypes.c_char_p
+    out = np.full(count, -1, np.int32)
+    assert function(packed, out.ctypes.data) is None
+    order = sorted(range(count), key=lambda n: (-((int(lengths[n]) + 63) // 64), n))
+    assert out.tolist() == (order if count <= 32 else list(range(count)))

@@ -35,11 +35,6 @@ from kdacore_cuda.runtime.program import Launch
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 
 
-@pytest.fixture(params=["beside", "within"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(params=[5, 132], ids=["few multiprocessors", "many"])
 def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """With few, a block makes many units one after another."""
@@ -63,13 +58,13 @@ def run(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, way: str, **option
 
 
 def check(
-    monkeypatch: pytest.MonkeyPatch, launched: list[str], way: str, inputs: ChunkInputs, **options: Any
+    monkeypatch: pytest.MonkeyPatch, launched: list[str], inputs: ChunkInputs, **options: Any
 ) -> Outputs:
     """The same bits as from records that were made before, of all results."""
     want = run(monkeypatch, inputs, "before", **options)
     launched.clear()
-    got = run(monkeypatch, inputs, way, **options)
-    assert names_of(launched) == WAYS[way]
+    got = run(monkeypatch, inputs, "beside", **options)
+    assert names_of(launched) == WAYS["beside"]
     for name, x, y in zip(Outputs._fields, got, want, strict=True):
         if isinstance(y, torch.Tensor):
             assert same_bits(x, y), name
@@ -80,33 +75,31 @@ def check(
 
 
 @pytest.mark.parametrize("T", [1, 17, 63, 64, 65, 129, 257])
-def test_lengths(emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, T: int) -> None:
-    check(monkeypatch, emulated, way, draw(T, B=1 + T % 2, seed=T), output_final_state=True)
+def test_lengths(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -> None:
+    check(monkeypatch, emulated, draw(T, B=1 + T % 2, seed=T), output_final_state=True)
 
 
 def test_longer_than_two_rings(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, multiprocessors: int
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
 ) -> None:
     """Of stages, and of units by turns."""
-    check(monkeypatch, emulated, way, draw(64 * 8 + 3, 2, 4, B=2), output_final_state=True)
+    check(monkeypatch, emulated, draw(64 * 8 + 3, 2, 4, B=2), output_final_state=True)
 
 
 @pytest.mark.parametrize("group", [1, 3, 5])
 def test_groups_of_value_heads(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, multiprocessors: int, group: int
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, group: int
 ) -> None:
     """Also more than a block makes factors of at a time."""
-    check(monkeypatch, emulated, way, draw(200, 2, 2 * group), output_final_state=True)
+    check(monkeypatch, emulated, draw(200, 2, 2 * group), output_final_state=True)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-def test_states_and_checkpoints(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, v_first: bool
-) -> None:
+def test_states_and_checkpoints(emulated: list[str], monkeypatch: pytest.MonkeyPatch, v_first: bool) -> None:
     dtype = torch.bfloat16 if v_first else torch.float32
     inputs = draw(200, B=2, initial_state=Draw(17).normal(2, 2, 128, 128, dtype=dtype))
     options = {"checkpoint_every": 64, "state_v_first": v_first, "output_final_state": True}
-    check(monkeypatch, emulated, way, inputs, **options)
+    check(monkeypatch, emulated, inputs, **options)
 
 
 @pytest.mark.exhaustive
@@ -116,20 +109,19 @@ def test_states_and_checkpoints(
 def test_packs(
     emulated: list[str],
     monkeypatch: pytest.MonkeyPatch,
-    way: str,
     multiprocessors: int,
     lengths: tuple[int, ...],
 ) -> None:
     """With rows behind the last sequence."""
     inputs = pack(lengths, 70, H=2 if len(lengths) < 6 else 1)
-    check(monkeypatch, emulated, way, inputs, output_final_state=True)
+    check(monkeypatch, emulated, inputs, output_final_state=True)
 
 
-def test_checkpoints_of_packs(emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    check(monkeypatch, emulated, way, pack((0, 65, 1, 127, 57)), checkpoint_every=64)
+def test_checkpoints_of_packs(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, emulated, pack((0, 65, 1, 127, 57)), checkpoint_every=64)
 
 
-def test_pools(emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, multiprocessors: int) -> None:
+def test_pools(emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
     """Two pools of strided rows, sequences without slots, new ones, and rows behind the pack."""
     inputs = pack(
         (70, 0, 17, 65, 1, 133, 0),
@@ -140,34 +132,32 @@ def test_pools(emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, m
         write_indices=torch.tensor([8, 1, 2, 3, 4, 0, 5], dtype=torch.int32),
         write_pool=pool_of(9, 128, seed=2),
     )
-    check(monkeypatch, emulated, way, inputs, inplace_state=True, null_index=0)
+    check(monkeypatch, emulated, inputs, inplace_state=True, null_index=0)
 
 
 def test_batches_with_padding(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, multiprocessors: int
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
 ) -> None:
     inputs = draw(150, B=3, initial_state=pool_of(4, 128), state_indices=torch.tensor([2, -1, 0]))
-    check(monkeypatch, emulated, way, inputs, inplace_state=True)
+    check(monkeypatch, emulated, inputs, inplace_state=True)
 
 
 def test_same_bits_in_any_order(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str, multiprocessors: int
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
 ) -> None:
     """Of threads, copies and blocks; and where one warp falls behind all others."""
     inputs = pack((270, 100))
     want = run(monkeypatch, inputs, "before", output_final_state=True)
     for given in in_each_order(monkeypatch, (0, 3, 4, 8, 12), (emulator.BACKWARDS, emulator.SHUFFLED)):
-        got = run(monkeypatch, inputs, way, output_final_state=True)
+        got = run(monkeypatch, inputs, "beside", output_final_state=True)
         assert all_same_bits(got, want), given
 
 
 @pytest.mark.exhaustive
-def test_with_an_arrival_for_each_lane(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_with_an_arrival_for_each_lane(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As racecheck is given the kernels: the same bits."""
     monkeypatch.setenv(EVERY_LANE, "1")
-    check(monkeypatch, emulated, way, draw(270), output_final_state=True)
+    check(monkeypatch, emulated, draw(270), output_final_state=True)
 
 
 # --- conformance ---------------------------------------------------------------------------------------------------
@@ -176,34 +166,32 @@ QUICK = (f"{OP}-causality_append-base", f"{OP}-accuracy-collinear")
 
 
 @pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[list[Case]]:
+def cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Case]]:
     """Those of the suite whose packs are served side by side."""
-    choose_records(monkeypatch, way)
-    rule = f"use_records_{way}"
+    choose_records(monkeypatch, "beside")
+    rule = "use_records_beside"
     monkeypatch.setattr(choice, rule, lambda r, multiprocessors: not r.packed or r.N <= 32)
     with registered(OP):
         yield [c for c in wide_inference_cases(OP) if len(c.shape.lengths or ()) <= 32]
 
 
-def test_some_conformance_cases(emulated: list[str], cases: list[Case], way: str) -> None:
+def test_some_conformance_cases(emulated: list[str], cases: list[Case]) -> None:
     some = [c for c in cases if c.id.startswith(QUICK)]
     assert len(some) >= len(QUICK)
-    run_emulated(some, emulated, WAYS[way][-1])
+    run_emulated(some, emulated, WAYS["beside"][-1])
 
 
 @pytest.mark.exhaustive
-def test_every_conformance_case(emulated: list[str], cases: list[Case], way: str) -> None:
+def test_every_conformance_case(emulated: list[str], cases: list[Case]) -> None:
     assert len(cases) > 60
-    run_emulated(cases, emulated, WAYS[way][-1])
+    run_emulated(cases, emulated, WAYS["beside"][-1])
 
 
 # --- flags, and the order of units ---------------------------------------------------------------------------------
 
 
-def records_call(
-    monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, way: str = "beside", **options: Any
-) -> FormCall:
-    choose_records(monkeypatch, way)
+def records_call(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, **options: Any) -> FormCall:
+    choose_records(monkeypatch, "beside")
     call = FormCall("gated_delta", request_of(OP, inputs, **MODEL, **options), inputs)
     assert call.workspace is not None
     call.workspace.zero_()
@@ -247,52 +235,6 @@ def test_flags_of_another_call_are_not_taken(emulated: list[str], monkeypatch: p
     monkeypatch.setattr(program_launches, "numbers", count(78))
     with pytest.raises(RuntimeError, match="flag"):
         call.launch("walk")
-
-
-def test_flags_and_tickets_are_left_as_they_were(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
-) -> None:
-    """Zero, for the next replay of a graph, by the launch that makes records and walks."""
-    inputs = pack(
-        (130, 70, 64, 0, 1),
-        padding=100,
-        initial_state=pool_of(6, 128),
-        state_indices=torch.tensor([1, -1, 2, 3, 4]),
-    )
-    call = records_call(monkeypatch, inputs, "within", output_final_state=True)
-    first = None
-    for _ in range(2):
-        monkeypatch.setattr(program_launches, "numbers", count(77))
-        call.launch("walk")
-        assert not flags_of(call).any()
-        first = call.outputs.o.clone() if first is None else first
-    assert torch.equal(first, call.outputs.o)
-
-
-FIRST_TICKET = 0x7FFFFFF << 36 | 77 << 20
-HELD = {
-    "ones": -1,
-    "the largest number": 2**63 - 1,
-    "the smallest number": -(2**63),
-    "just below": FIRST_TICKET - 1,
-    "the first ticket": FIRST_TICKET,
-    "just above all tickets": FIRST_TICKET + 10_000,
-    "another launch's": FIRST_TICKET + (5 << 20) + 3,
-    "NaN": 0x7FC00000_7FC00000,
-}
-
-
-@pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
-def test_whatever_the_counter_held(emulated: list[str], monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    inputs = draw(200)
-    want = run(monkeypatch, inputs, "before")
-    call = records_call(monkeypatch, inputs, "within")
-    monkeypatch.setattr(program_launches, "numbers", count(77))
-    at = int(call.numbers["tickets_at"])
-    tickets = call.workspace[at : at + 8].view(torch.int64)
-    tickets[0] = held
-    call.launch("walk")
-    assert not tickets.any() and torch.equal(call.outputs.o, want.o)
 
 
 _ORDER = """
@@ -378,9 +320,7 @@ def test_every_block_finds_a_multiprocessor() -> None:
     assert blocks(10**6, 8, 5) == 1
 
 
-@pytest.mark.parametrize(
-    "kernel", [kernels.records_beside_kernel(), kernels.walk_beside_kernel(), kernels.making_kernel()]
-)
+@pytest.mark.parametrize("kernel", [kernels.records_beside_kernel(), kernels.walk_beside_kernel()])
 def test_products_overlap(kernel: Any) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
     built = compile_kernel(kernel.source, "sm_90a")

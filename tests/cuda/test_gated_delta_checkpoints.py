@@ -28,7 +28,7 @@ TO = "walk_to_checkpoints"
 WAYS = {
     "half a state a block": ["chunk_records", "walk_records", TO],
     "a whole state a block": ["chunk_records", "walk_records", TO],
-    **{way: [*WAYS_OF_RECORDS[way], TO] for way in ("beside", "within")},
+    "beside": [*WAYS_OF_RECORDS["beside"], TO],
     "segments": ["chunk_records", "walk_first_segments", "chain", "walk_later_segments", TO],
 }
 
@@ -165,7 +165,6 @@ KERNELS = {
     "walk": lambda: kernels.walk_kernel(1, of=MARKED),
     "whole state": lambda: kernels.walk_kernel(2, of=MARKED),
     "beside": lambda: kernels.walk_beside_kernel(MARKED),
-    "within": lambda: kernels.making_kernel(MARKED),
     "first": lambda: kernels.first_segments_kernel(MARKED),
     "later": lambda: kernels.later_segments_kernel(MARKED),
     TO: lambda: kernels.to_checkpoints_kernel(MARKED),

@@ -310,7 +310,6 @@ KERNELS = {
     "whole state": lambda: kernels.walk_kernel(2, of=OF_HALF),
     "keeping": lambda: kernels.walk_kernel(1, True, OF_HALF),
     "beside": lambda: kernels.walk_beside_kernel(OF_HALF),
-    "within": lambda: kernels.making_kernel(OF_HALF),
     "backward": lambda: kernels.backward_walk_kernel(1, True, OF_HALF),
     "grads": lambda: kernels.grads_kernel(OF_HALF),
     "first": lambda: kernels.first_segments_kernel(OF_HALF),

@@ -366,7 +366,6 @@ KERNELS = {
     "whole state": lambda of: kernels.walk_kernel(2, of=of),
     "keeping": lambda of: kernels.walk_kernel(1, True, of),
     "beside": lambda of: kernels.walk_beside_kernel(of),
-    "within": lambda of: kernels.making_kernel(of),
     "backward": lambda of: kernels.backward_walk_kernel(1, True, of),
     "grads": lambda of: kernels.grads_kernel(of),
     "first": lambda of: kernels.first_segments_kernel(of),

@@ -86,9 +86,9 @@ class Choice(NamedTuple):
     sequence has several), or nothing."""
     backward_in_segments: bool = False
     """A backward for which nothing was saved walks segments of a sequence side by side, else one chain per item."""
-    records: Literal["before", "beside", "within"] = "before"
-    """Of the gated delta rule: records are made before all walks, or while others are walked, ``beside`` the walks by
-    blocks of their own or ``within`` the blocks that walk. The same bits."""
+    records: Literal["before", "beside"] = "before"
+    """Of the gated delta rule: records are made before all walks, or ``beside`` them, by blocks of their own. The same
+    bits."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
     cut: bool = False
@@ -143,8 +143,6 @@ def _choose_gated_delta(r: Request, device: Figures) -> Choice:
     why = f"{amount} (segments: up to {most} on {count} multiprocessors)"
     if items <= most:
         return Choice("gated_delta", why, cut=True, backward_in_segments=use_cut_backward(items, count))
-    if use_records_within(r, count):
-        return Choice("gated_delta", f"{amount}, records made where others are walked", records="within")
     if use_records_beside(r, count):
         walking = f"{state_parts(r) * r.N * r.HV} of {count} multiprocessors walk"
         return Choice("gated_delta", f"{amount}, records beside walks ({walking})", records="beside")
@@ -228,8 +226,6 @@ _LARGEST_WALKING_PART = 0.55
 """Of the multiprocessors. Where more than these walk, the others make records slower than those walk. Counted in cycles
 of a multiprocessor: 2,400 a chunk in a walk, and for its record 4,900, or 6,500 where each key head has one value
 head. With 36 items, 72 walking of 132 multiprocessors, both ways take as long in the latter case."""
-_TICKETS = 1 << 20
-"""The first number that is no ticket of units: csrc/sm90/gated_delta/walk_making_records.cu."""
 _CHUNK, _LEAST_UNITS = 64, 3
 """Tokens of a chunk. Chunks of key heads for each multiprocessor: with fewer, most records are made as soon as the
 first ones."""
@@ -253,36 +249,33 @@ def use_cut_backward(items: int, multiprocessors: int) -> bool:
     return 8 * items <= multiprocessors
 
 
+_WALK_CYCLES = {1: 2_400, 2: 4_500}
+"""Of a chunk, by the warpgroups of a block: one has half of a state of 128 values, two have all of it."""
+_LEAST_MEAN = 512
+"""Tokens of a pack's sequences on average for which half states pay whatever the lengths are."""
+
+
+def walk_warpgroups(r: Request, multiprocessors: int) -> int:
+    """Warpgroups of a block that walks a sequence and value head of the gated delta rule forward: two carry its whole
+    state, one half of it. The same bits.
+
+    A multiprocessor has one block at a time. Two blocks of half a state take 7 % more of its time, and half of the time
+    of one until a sequence has been walked. The host does not know a pack's lengths: there the longest one decides,
+    unless sequences are so short that half of a block's time goes into its start.
+    """
+    items = r.N * r.HV
+    if r.packed and r.N > 1:
+        return 1 if r.B * r.T >= _LEAST_MEAN * r.N else 2
+    return min((2, 1), key=lambda w: -(-2 * items // (w * multiprocessors)) * _WALK_CYCLES[w])
+
+
 def use_records_beside(r: Request, multiprocessors: int) -> bool:
     """Whether a forward of the gated delta rule makes records while others are walked. Both ways give the same bits, so
     tokens may decide."""
     if _LARGEST_WALKING_PART * multiprocessors < state_parts(r) * r.N * r.HV:
         return False
-    return _has_order(r) and _units_for_each(r, multiprocessors) >= _LEAST_UNITS
-
-
-def use_records_within(r: Request, multiprocessors: int) -> bool:
-    """Whether every block of such a forward makes records and walks. The same bits again.
-
-    It is not chosen yet: it has run in the emulator alone, and no time of it has been measured.
-    """
-    return False
-
-
-def may_make_records_within(r: Request, multiprocessors: int) -> bool:
-    """Whether the launch in which every block makes records and walks can serve a call."""
-    units = (r.B * r.T // _CHUNK + r.N) * r.H
-    return _has_order(r) and units + multiprocessors < _TICKETS and _units_for_each(r, multiprocessors) > 0
-
-
-def _has_order(r: Request) -> bool:
-    """Whether records can be made in the order in which walks read them."""
-    return not r.packed or r.N <= ORDERED_SEQUENCES
-
-
-def _units_for_each(r: Request, multiprocessors: int) -> float:
-    """Chunks of key heads for each multiprocessor."""
-    return r.B * r.T // _CHUNK * r.H / max(1, multiprocessors)
+    has_order = not r.packed or r.N <= ORDERED_SEQUENCES
+    return has_order and _LEAST_UNITS * multiprocessors <= r.B * r.T // _CHUNK * r.H
 
 
 # --- what a forward saves, and the backward -----------------------------------------------------------------------

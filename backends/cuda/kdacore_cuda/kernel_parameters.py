@@ -236,10 +236,10 @@ GATED_DELTA = ParamStruct(
 the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT. ``K`` and ``V`` are read by kernels of
 narrow heads (csrc/sm90/gated_delta/head_dims.cuh)."""
 
-RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready tickets"), *_fields("i64", "launch")))
+RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready"), *_fields("i64", "launch")))
 GATED_DELTA_BESIDE = _joined("GatedDeltaBesideParams", RECORD_FLAGS, GATED_DELTA)
-"""Parameters of the same two launches where they run side by side, or are one. ``ready``: the flags of records.
-``launch``: the value of a raised one, different for every call. ``tickets``: where the one launch counts units."""
+"""Parameters of the same two launches where they run side by side. ``ready``: the flags of records.
+``launch``: the value of a raised one, different for every call."""
 ORDERED_SEQUENCES = 32
 """Sequences of a pack, at most, whose records are made side by side with walks:
 csrc/sm90/gated_delta/unit_order.cuh."""

@@ -85,7 +85,6 @@ def _of_gated_delta(of: Variant) -> Iterator[Iterator[Kernel]]:
     either, warpgroups = (_NO if of.marks else _EITHER), range(1, of.blocks() + 1)
     yield _each(gated_delta.walk_kernel, warpgroups, either, (of,))
     yield _each(gated_delta.walk_beside_kernel, (of,))
-    yield _each(gated_delta.making_kernel, (of,))
     in_segments = cut_variant(of)
     segments = (in_segments,), _NO if of.marks or of.size == 64 else _EITHER  # of a slice of a row, or not
     yield _each(gated_delta.first_segments_kernel, *segments)

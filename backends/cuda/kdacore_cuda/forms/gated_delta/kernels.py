@@ -63,11 +63,6 @@ def walk_beside_kernel(of: Variant = WIDE) -> Kernel:
     return _walk("walk_records_beside", GATED_DELTA_BESIDE, of, WARPGROUPS=1)
 
 
-def making_kernel(of: Variant = WIDE) -> Kernel:
-    """Records and walks in one launch: every block makes records, for all, and walks. The same bits."""
-    return _walk("walk_making_records", GATED_DELTA_BESIDE, of, WARPGROUPS=1)
-
-
 def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Kernel:
     """Outputs and states of every sequence and value head, from the records.
 

@@ -1,7 +1,6 @@
 """The launches of ``chunk_gated_delta_rule`` as data: records of all chunks, and a walk over each sequence and value
 head, one after the other or side by side, or what :mod:`kdacore_cuda.forms.gated_delta.segments` puts in the walk's
-place. Side by side, in two launches or in one, the walk takes each record as soon as flags in the workspace say that it
-is written."""
+place. Side by side the walk takes each record as soon as flags in the workspace say that it is written."""
 
 from __future__ import annotations
 
@@ -9,12 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.forms.backward.kernels import walk_warpgroups
+from kdacore_cuda.choice import walk_warpgroups
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
-    making_kernel,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
@@ -29,7 +27,7 @@ from kdacore_cuda.gated_delta_variant import Variant, variant_of
 from kdacore_cuda.kernel_parameters import FLAGS, GATED_DELTA, GATED_DELTA_BESIDE
 from kdacore_cuda.request_encoding import division, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
-from kdacore_cuda.runtime.program import LAUNCH, NOTHING, Launch, Program, Value
+from kdacore_cuda.runtime.program import LAUNCH, Launch, Program, Value
 
 
 def launches_of(r: Request) -> Launches:
@@ -37,10 +35,10 @@ def launches_of(r: Request) -> Launches:
     buffer ``saved``."""
     choice = chosen(r)
     if choice.records != "before":
-        return _launches_with_flags(r, choice.records == "within")
+        return _launches_side_by_side(r)
     saves, cut = bool(choice.saves), cut_of(r)
     items, of = r.N * r.HV, variant_of(r, cut is not None)
-    warpgroups = min(walk_warpgroups(items, multiprocessors_of(r)), of.blocks())
+    warpgroups = min(walk_warpgroups(r, multiprocessors_of(r)), of.blocks())
     numbers = call_numbers(r, for_backward=saves) | {"walk_blocks": of.blocks(warpgroups) * items}
     buffer = Buffer()
     numbers |= places(SAVED if saves else ("records",), chunk_slots(r) * r.HV, of.size, buffer)
@@ -51,9 +49,9 @@ def launches_of(r: Request) -> Launches:
     return Launches(program, numbers, arch_of(r), {"saved" if saves else "workspace": buffer.bytes})
 
 
-def _launches_with_flags(r: Request, within: bool) -> Launches:
-    """Those of a call whose records are made while others are walked: by blocks of their own
-    (:func:`kdacore_cuda.choice.use_records_beside`), or ``within`` those that walk."""
+def _launches_side_by_side(r: Request) -> Launches:
+    """Those of a call whose records are made while others are walked
+    (:func:`kdacore_cuda.choice.use_records_beside`)."""
     slots, of, buffer, multiprocessors = (
         chunk_slots(r),
         variant_of(r, cut=False),
@@ -63,13 +61,10 @@ def _launches_with_flags(r: Request, within: bool) -> Launches:
     walking = of.blocks() * r.N * r.HV
     numbers = call_numbers(r, for_backward=False) | places(("records",), slots * r.HV, of.size, buffer)
     numbers["flags_at"] = buffer.add(slots * r.HV * RECORD_FLAGS_BYTES)
-    if within:
-        numbers |= {"tickets_at": buffer.add(8), "walk_blocks": multiprocessors}
-    else:
-        beside = records_blocks_beside(slots * r.H, walking, multiprocessors)
-        numbers |= {"record_blocks": beside, "walk_blocks": walking}
+    beside = records_blocks_beside(slots * r.H, walking, multiprocessors)
+    numbers |= {"record_blocks": beside, "walk_blocks": walking}
     numbers |= _checkpoint_numbers(r, of, buffer)
-    program = _program_with_flags(numbers, of, within)
+    program = _program_side_by_side(numbers, of)
     return Launches(program, numbers, arch_of(r), {"workspace": buffer.bytes})
 
 
@@ -130,21 +125,17 @@ def _program(
 
 
 @made_once
-def _program_with_flags(numbers: Iterable[str], of: Variant, within: bool) -> Program:
+def _program_side_by_side(numbers: Iterable[str], of: Variant) -> Program:
     fields: dict[str, Value] = arguments_of(GATED_DELTA_BESIDE) | {
         "records": ("workspace", "records_at"),
         "ready": ("workspace", "flags_at"),
-        "tickets": ("workspace", "tickets_at") if within else NOTHING,
         "launch": LAUNCH,
     }
     fields |= _checkpoint_states(of)
-    if within:
-        steps = [Launch("walk", making_kernel(of), "walk_blocks", fields)]
-    else:
-        steps = [
-            Launch("records", records_beside_kernel(of), "record_blocks", fields),
-            Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
-        ]
+    steps = [
+        Launch("records", records_beside_kernel(of), "record_blocks", fields),
+        Launch("walk", walk_beside_kernel(of), "walk_blocks", fields),
+    ]
     if of.marks:
         own = {name: x for name, x in fields.items() if name in GATED_DELTA.offsets}
         steps.append(Launch("checkpoints", to_checkpoints_kernel(of), "checkpoint_blocks", own))

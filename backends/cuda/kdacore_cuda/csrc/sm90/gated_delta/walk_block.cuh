@@ -25,10 +25,26 @@ struct Item {
   Sequence s;
   int n, hv, part;
 };
+// The sequence at a place of the order in which blocks begin: a pack's by length, the longest first, so that the last
+// blocks have little to do. A warp looks at 32 sequences at most. Longer packs keep their order.
+__device__ __forceinline__ int sequence_at(const GatedDeltaParams& p, int place) {
+  if (!p.cu_seqlens || p.N > 32) return place;
+  const int lane = thread_index() & 31, chunks = lane < p.N ? find_read_sequence(p, lane).chunks : 0;
+  int own = 0, found = 0;
+#pragma unroll 1
+  for (int n = 0; n < p.N; ++n) {
+    const int other = shuffle(chunks, n);
+    own += other > chunks || (other == chunks && n < lane);
+  }
+#pragma unroll 1
+  for (int n = 0; n < p.N; ++n)
+    if (shuffle(own, n) == place) found = n;
+  return found;
+}
 // Of the `block`-th among blocks of one direction.
 __device__ __forceinline__ Item find_item(const GatedDeltaParams& p, int block) {
-  const int item = block / PARTS, n = item / p.HV;
-  return {find_read_sequence(p, n), n, item - n * p.HV, block % PARTS};
+  const int item = block / PARTS, place = item / p.HV, n = sequence_at(p, place);
+  return {find_read_sequence(p, n), n, item - place * p.HV, block % PARTS};
 }
 
 // The part of a chunk's record that walks read.

@@ -40,7 +40,9 @@ def forced(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         if way != "shipped":
             stack.enter_context(mock.patch.object(choice, "most_cut", lambda count: 0))
-            stack.enter_context(mock.patch.object(choice, "use_records_beside", lambda *given: way == "beside"))
+            stack.enter_context(
+                mock.patch.object(choice, "use_records_beside", lambda *given: way == "beside")
+            )
         yield
 
 

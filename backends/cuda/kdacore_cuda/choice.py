@@ -57,6 +57,20 @@ class Clusters(NamedTuple):
         return (self.preparing + (self.resident or items)) * self.size
 
 
+class Split(NamedTuple):
+    """How the fused decode step divides a sequence and key head among the blocks of a cluster."""
+
+    slices: int
+    """Blocks that share a value head."""
+    heads: int
+    """Value heads that are computed side by side; the others follow."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cluster."""
+        return self.slices * self.heads
+
+
 class RecurrentMode(IntEnum):
     """Which calls a kernel serves. All modes do the same arithmetic, bit for bit."""
 
@@ -91,6 +105,8 @@ class Choice(NamedTuple):
     blocks of their own or ``within`` the blocks that walk. The same bits."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
+    split: Split | None = None
+    """Of the decode form."""
     cut: bool = False
     """The gated delta rule: sequences long enough are cut into segments."""
     own_recompute: bool = False
@@ -105,6 +121,8 @@ def choose(request: Request, device: Figures) -> Choice:
         return _choose_stage(request, device)
     if request.op == "chunk_gated_delta_rule":
         return _choose_gated_delta(request, device)
+    if request.op.startswith("fused_decode"):
+        return _choose_decode(request, device)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
@@ -454,6 +472,59 @@ def recurrent_mode(r: Request) -> RecurrentMode:
         return RecurrentMode.ONE_TOKEN_HEAD_GATE if one_token else RecurrentMode.GENERAL
     usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
     return RecurrentMode.ONE_TOKEN if one_token and usual_types else RecurrentMode.CONTIGUOUS
+
+
+DECODE_TAPS = 4
+"""Taps of the convolution that the kernels for one token of the fused decode step have."""
+DECODE_BLOCKS = 8
+"""Blocks of a cluster of the fused decode step, at most: as many as every device with clusters takes."""
+
+
+def decode_slices(K: int, bf16_state: bool) -> tuple[int, ...]:
+    """The numbers of blocks that may share a value head in the fused decode step: a state of 64 KB, or one of 32."""
+    if K == 64:
+        return (1,)
+    return (1, 2) if bf16_state else (1, 2, 4)
+
+
+def decode_splits(K: int, bf16_state: bool, arch: str) -> tuple[Split, ...]:
+    """The divisions that the fused decode step is compiled with."""
+    if arch not in CLUSTER_ARCHS:
+        return (Split(1, 1),)
+    every = (Split(slices, heads) for slices in decode_slices(K, bf16_state) for heads in (1, 2, 4))
+    return tuple(split for split in every if split.blocks <= DECODE_BLOCKS)
+
+
+def _choose_decode(r: Request, device: Figures) -> Choice:
+    """The blocks of a sequence and key head: a cluster, as the windows of q and k belong to all of its value heads.
+
+    As many value heads side by side as there are blocks for; each shared by as many blocks as find a multiprocessor.
+    """
+    items, count, group = items_for_choice(r), device.multiprocessors, r.HV // r.H
+    splits = decode_splits(r.K, r.state_dtype == "bfloat16", device.arch)
+    slices = max(split.slices for split in splits if split.slices == 1 or items * split.slices <= count)
+    split = max(x for x in splits if x.slices == slices and group % x.heads == 0)
+    mode = decode_mode(r, split)
+    parts = [f"{slices} blocks a head on {count} multiprocessors" if slices > 1 else "one block a head"]
+    parts += [f"{split.heads} of {group} value heads at once"] if group > 1 else []
+    return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
+
+
+def decode_mode(r: Request, split: Split) -> RecurrentMode:
+    """The most specialised kernel of the fused decode step that serves the call if the layout of its arrays allows:
+    :data:`GENERAL`, or one of those for one token a sequence."""
+    one = r.T == 1 and not r.packed and r.state_indices_ndim == 1 and r.write_indices_ndim < 2
+    if not one or r.HV != r.H * split.heads or r.B * r.HV * max(r.K, r.V) >= 2**31:
+        return RecurrentMode.GENERAL
+    types = {name: spec.dtype for name, spec in r.tensors}
+    if "conv_weight" not in types or r.spec("conv_weight").shape[1] != DECODE_TAPS or "conv_indices" in types:
+        return RecurrentMode.GENERAL
+    if r.dtype != "bfloat16" or types.get("z", "bfloat16") != "bfloat16" or "float16" in types.values():
+        return RecurrentMode.GENERAL
+    if r.scalar_gate:
+        return RecurrentMode.ONE_TOKEN_HEAD_GATE
+    usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
+    return RecurrentMode.ONE_TOKEN if usual_types else RecurrentMode.GENERAL
 
 
 def _choose_stage(r: Request, device: Figures) -> Choice:

@@ -1,0 +1,28 @@
+// Shared memory of a block of decode.cu, and what a block computes.
+#pragma once
+
+#include "common/decode/convolution.cuh"
+#include "common/recurrent/states.cuh"
+
+#define KDA_CLUSTER_8 __cluster_dims__(8, 1, 1)
+
+// Macros from the host besides those of states.cuh: CLUSTER, the blocks that take a sequence and key head.
+constexpr int THREADS = WARPS * 32;
+constexpr int SLICES = V / COLUMNS;               // blocks of a value head
+constexpr int HEADS_AT_ONCE = CLUSTER / SLICES;  // value heads that a cluster computes side by side
+static_assert(THREADS == 2 * K, "a thread for each channel of q and k");
+static_assert(HEADS_AT_ONCE * SLICES == CLUSTER, "whole heads");
+
+constexpr int MOST_TOKENS = 16;  // whose outputs are kept until they are normalised
+
+// A convolved token: q, k, the decay of each channel, the block's columns of v.
+struct StagedToken {
+  float q[K], k[K], decay[K], v[COLUMNS];
+};
+struct DecodeMemory {
+  StagedToken tokens[2];  // even and odd ones
+  float outputs[MOST_TOKENS][COLUMNS];
+  float squares[MOST_TOKENS][SLICES];  // sums over the columns of each of the head's blocks
+};
+// Behind it is what a step needs (states.cuh).
+KDA_SHARED_BYTES(sizeof(DecodeMemory) + STEP_BYTES);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
+from emulated_backend import HOPPER
 from pool_checks import pool_of, same_bits
 
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
@@ -22,10 +24,11 @@ TOKENS = ("x", "g", "beta", "z")
 
 
 def decode_request(op: str, inputs: DecodeInputs, **options: Any) -> Request:
-    """The validated Request of a call, with the usual options of models."""
+    """The validated Request of a call, with the usual options of models, on an H100."""
     defaults = {name: OPS[op].defaults[name] for name in ("norm_eps", "norm_activation")}
     model = BOUNDED_MODEL if op == KDA else MODEL
-    return request_of(op, inputs, **({**defaults, **model} | options))
+    request = request_of(op, inputs, **({**defaults, **model} | options))
+    return dataclasses.replace(request, device=HOPPER)
 
 
 def decode_inputs(

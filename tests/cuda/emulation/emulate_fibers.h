@@ -134,6 +134,8 @@ struct Late {
   u32 dst, src, bytes, bar;
   const void* global;
   std::vector<Copy> pieces = {};  // of one thread, which arrives with them
+  bool is_word = false;           // of four bytes, no copy
+  u32 word = 0;
 };
 
 inline Fiber* me;

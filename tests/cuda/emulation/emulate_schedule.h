@@ -26,6 +26,7 @@ inline void sync_threads(int id, int count) { emu::meet_block(id, count); }
 inline void sync_pair(int barrier) { sync_threads(barrier, 64); }
 inline void sync_cluster() { emu::meet_cluster(); }
 inline void arrive_cluster() {}  // all of a cluster's blocks begin at once
+inline void arrive_cluster_begun() {}
 inline void wait_cluster() { emu::meet_cluster(); }
 
 template <int N, int START>

@@ -112,15 +112,22 @@ __device__ __forceinline__ void write_floats(u32 to, const float (&x)[OUT]) {
 // One block's part: columns of a value head of a sequence.
 struct Part {
   int slice, first;  // of the head's columns; the rank of the first block that has columns of the head
+  int round;         // heads that the block has computed before
   u32 memory;
 };
+__device__ __forceinline__ Unit unit_of(int pass, const Part& part) {
+  return unit_of(pass, part.slice, part.memory, part.round & 1);
+}
+__device__ __forceinline__ u32 received_barrier(const Part& part) {
+  return part.memory + OFFSET(DecodeMemory, received) + 8 * (part.round & 1);
+}
 
 // Zeros for the outputs of a sequence without a slot.
 __device__ __forceinline__ void store_zeros(const DecodeParams& p, const Item& it, const TokenPlaces& at,
                                             const Part& part) {
 #pragma unroll 1
   for (int pass = 0; pass * PASS_TOKENS < it.length; ++pass) {
-    const Unit unit = unit_of(pass, part.slice, part.memory);
+    const Unit unit = unit_of(pass, part);
     if (unit.token < it.length)
       store_four(p.o, (long long)(at.o + (Offset)unit.token * p.HV * V + unit.column), x_type(p),
                  make_float4(0.0f, 0.0f, 0.0f, 0.0f));
@@ -140,30 +147,31 @@ __device__ __forceinline__ NormInputs load_norm_inputs(const DecodeParams& p, co
   return r;
 }
 
-// All outputs, from shared to device memory. `ahead`: what the norms of the first pass read. All blocks of the
-// cluster have arrived, or will, at its barrier since the squares of an earlier head were read.
-__device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item& it, const TokenPlaces& at,
-                                              const Part& part, NormInputs ahead) {
-  sync_block();  // all outputs are there
-  constexpr int PASSES = (MOST_TOKENS + PASS_TOKENS - 1) / PASS_TOKENS;
-  if (SLICES > 1 && p.norm_weight) {
-    wait_cluster();
-#pragma unroll 1
-    for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
-      const Unit unit = unit_of(pass, part.slice, part.memory);
-      const float sum = sum_of_squares(load_shared4(unit.shared));
-      if (unit.token < it.length && thread_index() % UNITS == 0)
-        send_squares(part.memory, unit, part.slice, part.first, sum);
-    }
-    arrive_cluster();
-    wait_cluster();
-  }
+constexpr int PASSES = (MOST_TOKENS + PASS_TOKENS - 1) / PASS_TOKENS;
+
+// Sums of squares of all tokens to the blocks that have columns of the head.
+__device__ __forceinline__ void exchange_squares(const Item& it, const Part& part) {
+  const u32 bar = received_barrier(part);
+  if (thread_index() == 0)
+    barrier_expect_remote(cluster_address(bar, part.first + part.slice), 4 * SLICES * it.length);
 #pragma unroll 1
   for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
-    const Unit unit = unit_of(pass, part.slice, part.memory);
-    float4 o = load_shared4(unit.shared);
+    const Unit unit = unit_of(pass, part);
+    const float sum = sum_of_squares(load_shared4(unit.outputs));
+    if (unit.token < it.length && thread_index() % UNITS == 0) send_squares(unit, part.slice, part.first, sum, bar);
+  }
+}
+
+// All outputs, from shared to device memory. `ahead`: what the norms of the first pass read.
+__device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                              const Part& part, NormInputs ahead) {
+  if (SLICES > 1 && p.norm_weight) barrier_wait(received_barrier(part), part.round >> 1 & 1);
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
+    const Unit unit = unit_of(pass, part);
+    float4 o = load_shared4(unit.outputs);
     if (p.norm_weight) {
-      const float squares = SLICES > 1 ? received_squares(part.memory, unit) : sum_of_squares(o);
+      const float squares = SLICES > 1 ? received_squares(unit) : sum_of_squares(o);
       if (pass) ahead = load_norm_inputs(p, it, at, unit);
       o = normed(p, o, squares, ahead.weight, ahead.z);
     }
@@ -172,14 +180,132 @@ __device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item&
   }
 }
 
-// The state after the last token, or zeros for padding where its row is written nevertheless.
+// The state after the last token, or zeros for padding where its row is written nevertheless. `to_bits`: of one token,
+// the row.
 __device__ __forceinline__ void store_final_state(const DecodeParams& p, const Item& it,
-                                                  const float (&s)[ROWS][VECTOR], u64 target, bool padding) {
+                                                  const float (&s)[ROWS][VECTOR], u64 target, Number to_bits,
+                                                  bool padding) {
   if (!p.ht || (!ONE && p.flags & FLAG_SCATTER_TOKENS)) return;
   const bool indexed = p.flags & FLAG_INDEXED_OUT;
-  const int to = indexed ? number_of(load_row_written(p, it), p.flags & FLAG_WRITES64) : it.n;
+  if (!ONE && indexed) to_bits = load_row_written(p, it);
+  const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
   if (!indexed || (is_slot(p, to) && !padding))
     store_state(s, target + STATE_BYTES * (to * p.ht_row), whole_rows(p.ht, p.ht_row));
+}
+
+// All tokens of a sequence and value head. `last`: this block takes no other head of the sequence after it.
+__device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int h, bool last, const Part& part,
+                                            const LanePosition& lane, const Start& start) {
+  const int thread = thread_index(), slice = part.slice;
+  const long long own = (long long)it.hv * (K * V) + first_element(lane);  // of a pool row
+
+  // 1. Issue all loads: the first token; the window and the state, as soon as their rows are known.
+  WindowRows rows = {};
+  if (!ONE) rows = load_window_rows(p, it);
+  TokenPlaces at = locate_tokens(p, it);
+  Inputs in;
+  in.qk.index = (thread < K ? h * K : (p.H + h - 1) * K) + thread;
+  in.v.index = 2 * p.H * K + it.hv * V + slice * COLUMNS + thread;
+  if (has_conv(p)) {
+    load_weights(p, in.qk);
+    if (owns_column()) load_weights(p, in.v);
+  }
+  RawGate<1> raw_gate;
+  if (owns_gate()) raw_gate = load_gate<1>(p, it, thread - K);
+  if (it.length > 0) load_token_inputs(p, in, at, it);
+  // The row of the final state. Of one token it is loaded ahead; else it would take registers.
+  Number to_bits;
+  if (ONE && p.flags & FLAG_INDEXED_OUT) to_bits = load_row_written(p, it);
+
+  const int from = row_of(p, start);
+  const bool padding = !start.known && !is_slot(p, from), reads = from >= 0 && !padding && start.has_initial;
+  const int length = padding ? 0 : it.length;
+  Window state_row = {}, before = {};
+  if (has_conv(p) && !padding) state_row = state_window(p, ONE ? from : row_of(p, rows));
+  if (has_conv(p) && reads) before = window_before(p, it, rows, state_row);
+  if (has_conv(p)) {
+    load_window(p, before, in.qk);
+    if (owns_column()) load_window(p, before, in.v);
+  }
+  uint4 bits[ROWS];
+  if (reads) {
+    load_state(bits, p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own), whole_rows(p.h0, p.h0_row));
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
+  }
+  NormInputs norm_inputs;
+  if (length > 0) norm_inputs = load_norm_inputs(p, it, at, unit_of(0, part));
+
+  // 2. Gate and convolution of the first token, while the state is loaded.
+  ChannelGates<1> gate;
+  if (owns_gate()) gate = finish_gate(p, raw_gate);
+  if (length > 0) stage_inputs(p, in, gate, part.memory);
+  if (CLUSTER > 1 && part.round == 0) wait_cluster();  // all blocks have begun
+  // A window that only this block reads is written as soon as one token has moved it on.
+  const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && last && thread == 0;
+  const u32 read = part.memory + OFFSET(DecodeMemory, read);
+  if (ONE && writes) {
+    if (owns_column()) leave_windows(p, it, before, state_row, in.v, at.x, length);
+    if (CLUSTER == 1) leave_windows(p, it, before, state_row, in.qk, at.x, length);
+  }
+  float s[ROWS][VECTOR];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
+
+  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
+  const u64 target = p.ht + STATE_BYTES * own;
+  const Offset first_x = at.x;
+  const bool scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
+#pragma unroll 1
+  for (int t = 0; t < length; ++t) {
+    const u32 staged = part.memory + (t & 1) * (u32)sizeof(StagedToken);
+    const u32 column = 4 * (lane.v - slice * COLUMNS);
+    sync_block();  // the token is staged, and this block's loads of the windows have come
+    if (t == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
+    float v[OUT], o[OUT], update[OUT];
+    read_floats(v, staged + OFFSET(StagedToken, v) + column);
+    Tokens tokens;
+    stage_token(tokens, lane, read_token(p, staged, lane, in.beta), t & 1);
+    const bool more = !ONE && t + 1 < length;
+    if (more) {
+      next_token(p, at);
+      load_token_inputs(p, in, at, it);
+    }
+    step(p, s, lane, tokens, v, o, update, t & 1, [&] {
+      if (more) stage_inputs(p, in, gate, part.memory + (~t & 1) * (u32)sizeof(StagedToken));
+    });
+    if (lane.writes) write_floats(part.memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * t + column, o);
+    if (scatter && t < p.writes_row) {
+      const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
+      if (is_slot(p, row))
+        store_state(s, target + STATE_BYTES * (row * p.ht_row), whole_rows(p.ht, p.ht_row));
+    }
+  }
+
+  // 4. What the tokens leave.
+  if (length == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
+  if (length > 0) sync_block();  // all outputs are there
+  if (SLICES > 1 && p.norm_weight && length > 0) exchange_squares(it, part);
+  store_final_state(p, it, s, target, to_bits, padding);
+  if (!ONE && writes && owns_column()) leave_windows(p, it, before, state_row, in.v, first_x, length);
+  if (length > 0) store_outputs(p, it, at, part, norm_inputs);
+  if (padding) store_zeros(p, it, at, part);
+  if ((!ONE || CLUSTER > 1) && writes && last && slice == 0 && part.first == 0) {
+    if (CLUSTER > 1) barrier_wait(read, 0);
+    leave_windows(p, it, before, state_row, in.qk, first_x, length);
+  }
+}
+
+// Barriers between the blocks of the cluster. The other half is wait_cluster().
+__device__ __forceinline__ void begin_cluster(u32 memory) {
+  if (thread_index() == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) barrier_init(memory + OFFSET(DecodeMemory, received) + 8 * i, 1);
+    barrier_init(memory + OFFSET(DecodeMemory, read), CLUSTER);
+    fence_barrier_init();
+  }
+  arrive_cluster_begun();
 }
 
 KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodeParams p) {
@@ -191,107 +317,23 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodePara
   Item it;
   it.n = (int)((u64)task * p.h_factor >> p.h_shift);   // task / H
   it.zero = (int)((u64)thread_index() >> p.h_shift);  // the shift is 31 or more
-  const int h = (int)task - it.n * p.H, thread = thread_index();
-  const int slice = rank % SLICES, first_head = rank / SLICES;
-  const Part part = {slice, first_head * SLICES, shared_address(memory)};
-  const LanePosition lane = make_position(slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
-
+  const Start start = start_of(p, it);
+  const int h = (int)task - it.n * p.H;
+  Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, 0, shared_address(memory)};
+  if constexpr (CLUSTER > 1) begin_cluster(part.memory);
+  const LanePosition lane = make_position(part.slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
+  const int first_head = rank / SLICES;
+  if constexpr (ONE) {
+    it.hv = h * HEADS_AT_ONCE + first_head;
+    decode_head(p, it, h, true, part, lane, start);
+    return;
+  }
 #pragma unroll 1
   for (int head = first_head; head < p.group; head += HEADS_AT_ONCE) {
-    const bool last_head = head + HEADS_AT_ONCE >= p.group;
     it.hv = h * p.group + head;
-    const long long own = (long long)it.hv * (K * V) + first_element(lane);  // of a pool row
-
-    // 1. Issue all loads: the rows' numbers; the first token; the window and the state.
-    const Start start = start_of(p, it);
-    WindowRows rows = {};
-    if (!ONE) rows = load_window_rows(p, it);
-    TokenPlaces at = locate_tokens(p, it);
-    Inputs in;
-    in.qk.index = (thread < K ? h * K : (p.H + h - 1) * K) + thread;
-    in.v.index = 2 * p.H * K + it.hv * V + slice * COLUMNS + thread;
-    if (has_conv(p)) {
-      load_weights(p, in.qk);
-      if (owns_column()) load_weights(p, in.v);
-    }
-    RawGate<1> raw_gate;
-    if (owns_gate()) raw_gate = load_gate<1>(p, it, thread - K);
-    NormInputs norm_inputs;
-    if (it.length > 0) {
-      load_token_inputs(p, in, at, it);
-      norm_inputs = load_norm_inputs(p, it, at, unit_of(0, slice, part.memory));
-    }
-
-    const int from = row_of(p, start);
-    const bool padding = !start.known && !is_slot(p, from), reads = from >= 0 && !padding && start.has_initial;
-    const int length = padding ? 0 : it.length;
-    Window state_row = {}, before = {};
-    if (has_conv(p) && !padding) state_row = state_window(p, ONE ? from : row_of(p, rows));
-    if (has_conv(p) && reads) before = window_before(p, it, rows, state_row);
-    if (has_conv(p)) {
-      load_window(p, before, in.qk);
-      if (owns_column()) load_window(p, before, in.v);
-    }
-    uint4 bits[ROWS];
-    if (reads) {
-      load_state(bits, p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own), whole_rows(p.h0, p.h0_row));
-    } else {
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
-    }
-
-    // 2. Gate and convolution of the first token, while the state is loaded.
-    ChannelGates<1> gate;
-    if (owns_gate()) gate = finish_gate(p, raw_gate);
-    if (length > 0) stage_inputs(p, in, gate, part.memory);
-    // Blocks of a cluster meet when all have read the windows. Where they exchange sums, that is once for each
-    // MOST_TOKENS tokens, else once for all.
-    const bool exchanges = SLICES > 1 && p.norm_weight && length > 0;
-    const bool meets_once = CLUSTER > 1 && last_head && !exchanges;
-    if (exchanges || meets_once) arrive_cluster();
-    float s[ROWS][VECTOR];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
-
-    // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
-    const u64 target = p.ht + STATE_BYTES * own;
-    const Offset first_x = at.x;
-    const bool scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
-#pragma unroll 1
-    for (int t = 0; t < length; ++t) {
-      const u32 staged = part.memory + (t & 1) * (u32)sizeof(StagedToken);
-      const u32 column = 4 * (lane.v - slice * COLUMNS);
-      sync_block();  // the token is staged
-      float v[OUT], o[OUT], update[OUT];
-      read_floats(v, staged + OFFSET(StagedToken, v) + column);
-      Tokens tokens;
-      stage_token(tokens, lane, read_token(p, staged, lane, in.beta), t & 1);
-      const bool more = !ONE && t + 1 < length;
-      if (more) {
-        next_token(p, at);
-        load_token_inputs(p, in, at, it);
-      }
-      step(p, s, lane, tokens, v, o, update, t & 1, [&] {
-        if (more) stage_inputs(p, in, gate, part.memory + (~t & 1) * (u32)sizeof(StagedToken));
-      });
-      if (lane.writes) write_floats(part.memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * t + column, o);
-      if (scatter && t < p.writes_row) {
-        const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
-        if (is_slot(p, row))
-          store_state(s, target + STATE_BYTES * (row * p.ht_row), whole_rows(p.ht, p.ht_row));
-      }
-    }
-
-    // 4. What the tokens leave.
-    store_final_state(p, it, s, target, padding);
-    if (length > 0) store_outputs(p, it, at, part, norm_inputs);
-    if (padding) store_zeros(p, it, at, part);
-    const bool writes = p.writes_conv && !padding;
-    if (writes && owns_column()) leave_windows(p, it, before, state_row, in.v, first_x, length);
-    if (meets_once) wait_cluster();
-    if (writes && last_head && rank == 0) leave_windows(p, it, before, state_row, in.qk, first_x, length);
+    decode_head(p, it, h, head + HEADS_AT_ONCE >= p.group, part, lane, start);
+    ++part.round;
   }
-  if (PLAIN) return;
   const long long row_bytes = (long long)p.HV * V * type_size(x_type(p));
-  clear_tail(p, row_bytes, {block * THREADS + thread, (u32)grid_blocks() * THREADS});
+  clear_tail(p, row_bytes, {block * THREADS + thread_index(), (u32)grid_blocks() * THREADS});
 }

@@ -11,14 +11,16 @@ static_assert(32 % UNITS == 0, "a token's threads are of one warp");
 
 // Four columns of a token of a value head.
 struct Unit {
-  int token;   // among those in shared memory
+  int token;   // may lie beyond the last one
   int column;  // of the head
-  u32 shared;  // its outputs
+  u32 outputs, squares;  // in shared memory
 };
-__device__ __forceinline__ Unit unit_of(int pass, int slice, u32 memory) {
+// `odd`: the number of a head among those of this block, modulo 2.
+__device__ __forceinline__ Unit unit_of(int pass, int slice, u32 memory, int odd) {
   const int thread = thread_index(), token = pass * PASS_TOKENS + thread / UNITS, column = thread % UNITS * 4;
-  const u32 row = memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * token;
-  return {token, slice * COLUMNS + column, row + 4 * column};
+  const u32 row = token < MOST_TOKENS ? token : MOST_TOKENS - 1;
+  return {token, slice * COLUMNS + column, memory + OFFSET(DecodeMemory, outputs) + 4 * (COLUMNS * row + column),
+          memory + OFFSET(DecodeMemory, squares) + odd * (u32)sizeof(Squares) + 4 * SLICES * row};
 }
 
 __device__ __forceinline__ int z_type(const DecodeParams& p) { return PLAIN ? TYPE_BFLOAT16 : p.z_type; }
@@ -44,17 +46,18 @@ __device__ __forceinline__ float sum_of_squares(const float4& o) {
   return x;
 }
 
-// To the blocks of the cluster that have the head's other columns. `first`: the rank of the first of them.
-__device__ __forceinline__ void send_squares(u32 memory, const Unit& unit, int slice, int first, float sum) {
-  const u32 to = memory + OFFSET(DecodeMemory, squares) + 4 * (SLICES * unit.token + slice);
+// To the blocks of the cluster that have columns of the head, this one included. `first`: the rank of the first of them;
+// `bar`: the barrier of each that counts.
+__device__ __forceinline__ void send_squares(const Unit& unit, int slice, int first, float sum, u32 bar) {
+  const u32 to = unit.squares + 4 * slice;
 #pragma unroll
-  for (int i = 0; i < SLICES; ++i) store_cluster_shared(cluster_address(to, first + i), __float_as_uint(sum));
+  for (int i = 0; i < SLICES; ++i)
+    store_async(cluster_address(to, first + i), __float_as_uint(sum), cluster_address(bar, first + i));
 }
-__device__ __forceinline__ float received_squares(u32 memory, const Unit& unit) {
-  const u32 from = memory + OFFSET(DecodeMemory, squares) + 4 * SLICES * unit.token;
+__device__ __forceinline__ float received_squares(const Unit& unit) {
   float x[SLICES];
 #pragma unroll
-  for (int i = 0; i < SLICES; ++i) x[i] = load_shared1(from + 4 * i);
+  for (int i = 0; i < SLICES; ++i) x[i] = load_shared1(unit.squares + 4 * i);
 #pragma unroll
   for (int step = 1; step < SLICES; step *= 2) {
 #pragma unroll

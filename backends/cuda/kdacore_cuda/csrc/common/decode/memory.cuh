@@ -1,6 +1,7 @@
 // Shared memory of a block of decode.cu, and what a block computes.
 #pragma once
 
+#include "common/decode/cluster_exchange.cuh"
 #include "common/decode/convolution.cuh"
 #include "common/recurrent/states.cuh"
 
@@ -19,10 +20,17 @@ constexpr int MOST_TOKENS = 16;  // whose outputs are kept until they are normal
 struct StagedToken {
   float q[K], k[K], decay[K], v[COLUMNS];
 };
+// Sums over the columns of each of a head's blocks, by token.
+struct Squares {
+  float of[MOST_TOKENS][SLICES];
+};
 struct DecodeMemory {
   StagedToken tokens[2];  // even and odd ones
   float outputs[MOST_TOKENS][COLUMNS];
-  float squares[MOST_TOKENS][SLICES];  // sums over the columns of each of the head's blocks
+  Squares squares[2];  // of even and odd heads
+  u64 received[2];     // barriers: they have come
+  u64 read;            // in the first block of the cluster: all blocks have read the windows of q and k
+  u64 unused;
 };
 // Behind it is what a step needs (states.cuh).
 KDA_SHARED_BYTES(sizeof(DecodeMemory) + STEP_BYTES);

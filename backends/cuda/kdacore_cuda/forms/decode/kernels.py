@@ -34,8 +34,9 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: R
     )
 
 
-_MIN_BLOCKS = {(128, 1): 2, (128, 2): 3, (128, 4): 4, (64, 1): 6}
-"""Head dim and blocks of a value head -> blocks that a multiprocessor must have registers for."""
+_MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 5}
+"""Head dim and blocks of a value head -> blocks that a multiprocessor must have registers for. Heads are shared where
+there are no more blocks than multiprocessors."""
 
 
 def grid_blocks(r: Request, split: Split) -> int:

@@ -93,34 +93,40 @@ __device__ __forceinline__ float convolve(const DecodeParams& p, Channel& c) {
 
 // --- windows of a sequence ------------------------------------------------------------------------
 
-// The rows of a sequence's windows, not yet converted.
-struct WindowRows {
-  Number state;
-  int preceding;  // candidates of an earlier call before the first token
+// The row of a sequence's window in `conv_state`, not yet converted, and how many candidates of an earlier call precede
+// the first token.
+struct WindowRow {
+  Number bits;
+  int preceding;
 };
 
-__device__ __forceinline__ WindowRows load_window_rows(const DecodeParams& p, const Item& it) {
-  WindowRows r = {};
-  if (!has_conv(p)) return r;
+__device__ __forceinline__ WindowRow load_window_row(const DecodeParams& p, const Item& it) {
+  WindowRow r = {};
+  if (ONE || !has_conv(p)) return r;
   const int n = it.n + it.zero;
-  r.state.low = it.n;
+  r.bits.low = it.n;
   if (p.conv_indices) {
-    r.state = load_number_bits(p.conv_indices, n, p.wide_conv);
+    r.bits = load_number_bits(p.conv_indices, n, p.wide_conv);
   } else if (p.indices) {
-    r.state = load_number_bits(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
+    r.bits = load_number_bits(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
   }
   if (p.accepted) r.preceding = load_number(p.accepted, n, p.flags & FLAG_ACCEPTED64);
   return r;
 }
+__device__ __forceinline__ int row_of(const DecodeParams& p, const WindowRow& r) {
+  return number_of(r.bits, p.conv_indices ? p.wide_conv : p.indices && p.flags & FLAG_INDEX64);
+}
 
-// The window in the first columns of row `row` of `conv_state`.
+// Where a sequence's windows are: the row of `conv_state`, negative if none is read, the same of what is written.
+struct WindowPlace {
+  int from, to, preceding;
+};
+
+// The window in the first columns of a row of `conv_state`.
 __device__ __forceinline__ Window state_window(const DecodeParams& p, int row) {
   Window w = {0, (Offset)p.conv_sl, (Offset)p.conv_sc};
-  if (is_slot(p, row)) w.base = p.conv_state + (u64)(row * p.conv_sr) * (u32)type_size(x_type(p));
+  if (row >= 0) w.base = p.conv_state + (u64)(row * p.conv_sr) * (u32)type_size(x_type(p));
   return w;
-}
-__device__ __forceinline__ int row_of(const DecodeParams& p, const WindowRows& r) {
-  return number_of(r.state, p.conv_indices ? p.wide_conv : p.indices && p.flags & FLAG_INDEX64);
 }
 // The window behind candidate t of a sequence, in `conv_windows`.
 __device__ __forceinline__ Window candidate_window(const DecodeParams& p, const Item& it, int t) {
@@ -128,11 +134,11 @@ __device__ __forceinline__ Window candidate_window(const DecodeParams& p, const 
           (Offset)p.window_sl, (Offset)p.window_sc};
 }
 // The window that the first token reads.
-__device__ __forceinline__ Window window_before(const DecodeParams& p, const Item& it, const WindowRows& r,
-                                                const Window& state) {
-  if (ONE || !state.base || r.preceding <= 0) return state;
-  if (has_candidate_windows(p)) return candidate_window(p, it, r.preceding - 1);
-  return {window_element(p, state, 0, r.preceding - 1), state.token, state.channel};
+__device__ __forceinline__ Window window_before(const DecodeParams& p, const Item& it, const WindowPlace& at) {
+  const Window w = state_window(p, at.from);
+  if (ONE || !w.base || at.preceding <= 0) return w;
+  if (has_candidate_windows(p)) return candidate_window(p, it, at.preceding - 1);
+  return {window_element(p, w, 0, at.preceding - 1), w.token, w.channel};
 }
 
 __device__ __forceinline__ void store_bits(const DecodeParams& p, u64 at, const Bits<1>& x) {
@@ -152,15 +158,16 @@ __device__ __forceinline__ void store_window(const DecodeParams& p, const Window
 }
 
 // What `count` tokens of a sequence, from element `x_at` of x on, leave of a channel: the last window; of candidates a
-// window behind each, in `conv_windows` or, with the tokens behind one another, in the row that `state` names.
+// window behind each, in `conv_windows` or, with the tokens behind one another, in the row of `conv_state`.
 // Only this thread touches the channel now.
-__device__ __forceinline__ void leave_windows(const DecodeParams& p, const Item& it, const Window& before,
-                                              const Window& state, Channel& c, Offset x_at, int count) {
+__device__ __forceinline__ void leave_windows(const DecodeParams& p, const Item& it, const WindowPlace& at, Channel& c,
+                                              Offset x_at, int count) {
+  const Window state = state_window(p, at.to);
   if (ONE || !p.keeps_candidates || (!has_candidate_windows(p) && count == 0)) {
     if (state.base) store_window(p, state, c);
     return;
   }
-  load_window(p, before, c);
+  load_window(p, window_before(p, it, at), c);
 #pragma unroll 1
   for (int t = 0; t < count; ++t) {
     c.x = load_elements<1>(p.x, x_at + t * (Offset)p.x_st + c.index, x_type(p));

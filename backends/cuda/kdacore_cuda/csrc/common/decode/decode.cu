@@ -55,16 +55,33 @@ __device__ __forceinline__ void next_token(const DecodeParams& p, TokenPlaces& a
   at.x += (Offset)p.x_st, at.g += (Offset)p.g_st, at.beta += (Offset)p.beta_st;
 }
 
+// Of several tokens the weights stay in shared memory, as each thread left its own there.
+__device__ __forceinline__ void keep_weights(const Channel& c, u32 memory, int place) {
+  const u32 to = memory + OFFSET(DecodeMemory, weights) + (u32)sizeof(uint4) * place;
+  store_shared(to, c.weight.w[0], c.weight.w[1], c.weight.w[2], c.weight.w[3]);
+}
+__device__ __forceinline__ void fetch_weights(Channel& c, u32 memory, int place) {
+  if (ONE) return;
+  const uint4 x = load_shared_u4(memory + OFFSET(DecodeMemory, weights) + (u32)sizeof(uint4) * place);
+  c.weight = {x.x, x.y, x.z, x.w};
+}
+
 // The convolved token, to shared memory.
-__device__ __forceinline__ void stage_inputs(const DecodeParams& p, Inputs& in, const ChannelGates<1>& gate, u32 to) {
-  const u32 own = to + 4 * thread_index();  // q, and behind it k
+__device__ __forceinline__ void stage_inputs(const DecodeParams& p, Inputs& in, const ChannelGates<1>& gate, u32 memory,
+                                             int odd) {
+  const int thread = thread_index();
+  const u32 own = memory + odd * (u32)sizeof(StagedToken) + 4 * thread;  // q, and behind it k
+  if (has_conv(p)) fetch_weights(in.qk, memory, thread);
   store_shared(own, __float_as_uint(convolve(p, in.qk)));
   if (owns_gate()) {
     float decay[1] = {to_float(in.g, g_type(p))};
     decays(p, decay, gate);
     store_shared(own + OFFSET(StagedToken, decay) - 4 * K, __float_as_uint(decay[0]));
   }
-  if (owns_column()) store_shared(own + OFFSET(StagedToken, v), __float_as_uint(convolve(p, in.v)));
+  if (owns_column()) {
+    if (has_conv(p)) fetch_weights(in.v, memory, 2 * K + thread);
+    store_shared(own + OFFSET(StagedToken, v), __float_as_uint(convolve(p, in.v)));
+  }
 }
 
 template <int N>
@@ -134,7 +151,9 @@ __device__ __forceinline__ void store_zeros(const DecodeParams& p, const Item& i
   }
 }
 
-// What the norm of a unit's token reads.
+constexpr int PASSES = (MOST_TOKENS + PASS_TOKENS - 1) / PASS_TOKENS;
+
+// What the norm of a unit's token reads, not yet converted.
 struct NormInputs {
   Bits<4> weight, z;
 };
@@ -146,8 +165,19 @@ __device__ __forceinline__ NormInputs load_norm_inputs(const DecodeParams& p, co
   if (p.z) r.z = load_z(p, at.z + unit.token * (Offset)p.z_st, unit.column);
   return r;
 }
-
-constexpr int PASSES = (MOST_TOKENS + PASS_TOKENS - 1) / PASS_TOKENS;
+// Those of all tokens, ready for the norm; `first`: of the first pass.
+__device__ __forceinline__ void stage_norm(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                           const Part& part, const NormInputs& first) {
+  if (!p.norm_weight) return;
+  const Unit unit = unit_of(0, part);
+  if (unit.token < it.length) store_factors(p, unit, first.weight, first.z);
+#pragma unroll 1
+  for (int pass = 1; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
+    const Unit more = unit_of(pass, part);
+    const NormInputs in = load_norm_inputs(p, it, at, more);
+    if (more.token < it.length) store_factors(p, more, in.weight, in.z);
+  }
+}
 
 // Sums of squares of all tokens to the blocks that have columns of the head.
 __device__ __forceinline__ void exchange_squares(const Item& it, const Part& part) {
@@ -162,9 +192,9 @@ __device__ __forceinline__ void exchange_squares(const Item& it, const Part& par
   }
 }
 
-// All outputs, from shared to device memory. `ahead`: what the norms of the first pass read.
+// All outputs, from shared to device memory.
 __device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item& it, const TokenPlaces& at,
-                                              const Part& part, NormInputs ahead) {
+                                              const Part& part) {
   if (SLICES > 1 && p.norm_weight) barrier_wait(received_barrier(part), part.round >> 1 & 1);
 #pragma unroll 1
   for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
@@ -172,8 +202,7 @@ __device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item&
     float4 o = load_shared4(unit.outputs);
     if (p.norm_weight) {
       const float squares = SLICES > 1 ? received_squares(unit) : sum_of_squares(o);
-      if (pass) ahead = load_norm_inputs(p, it, at, unit);
-      o = normed(p, o, squares, ahead.weight, ahead.z);
+      if (unit.token < it.length) o = normed(p, o, squares, unit);
     }
     if (unit.token < it.length)
       store_four(p.o, (long long)(at.o + (Offset)unit.token * p.HV * V + unit.column), x_type(p), o);
@@ -200,8 +229,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   const long long own = (long long)it.hv * (K * V) + first_element(lane);  // of a pool row
 
   // 1. Issue all loads: the first token; the window and the state, as soon as their rows are known.
-  WindowRows rows = {};
-  if (!ONE) rows = load_window_rows(p, it);
+  const WindowRow window_row = load_window_row(p, it);
   TokenPlaces at = locate_tokens(p, it);
   Inputs in;
   in.qk.index = (thread < K ? h * K : (p.H + h - 1) * K) + thread;
@@ -212,7 +240,11 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   }
   RawGate<1> raw_gate;
   if (owns_gate()) raw_gate = load_gate<1>(p, it, thread - K);
-  if (it.length > 0) load_token_inputs(p, in, at, it);
+  NormInputs norm_inputs;
+  if (it.length > 0) {
+    load_token_inputs(p, in, at, it);
+    norm_inputs = load_norm_inputs(p, it, at, unit_of(0, part));
+  }
   // The row of the final state. Of one token it is loaded ahead; else it would take registers.
   Number to_bits;
   if (ONE && p.flags & FLAG_INDEXED_OUT) to_bits = load_row_written(p, it);
@@ -220,10 +252,12 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   const int from = row_of(p, start);
   const bool padding = !start.known && !is_slot(p, from), reads = from >= 0 && !padding && start.has_initial;
   const int length = padding ? 0 : it.length;
-  Window state_row = {}, before = {};
-  if (has_conv(p) && !padding) state_row = state_window(p, ONE ? from : row_of(p, rows));
-  if (has_conv(p) && reads) before = window_before(p, it, rows, state_row);
+  WindowPlace windows = {-1, -1, window_row.preceding};
   if (has_conv(p)) {
+    const int row = ONE ? from : row_of(p, window_row);
+    if (is_slot(p, row) && !padding) windows.to = row;
+    if (reads) windows.from = windows.to;
+    const Window before = window_before(p, it, windows);
     load_window(p, before, in.qk);
     if (owns_column()) load_window(p, before, in.v);
   }
@@ -234,20 +268,25 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
   }
-  NormInputs norm_inputs;
-  if (length > 0) norm_inputs = load_norm_inputs(p, it, at, unit_of(0, part));
 
   // 2. Gate and convolution of the first token, while the state is loaded.
   ChannelGates<1> gate;
   if (owns_gate()) gate = finish_gate(p, raw_gate);
-  if (length > 0) stage_inputs(p, in, gate, part.memory);
+  if (!ONE && has_conv(p)) {
+    keep_weights(in.qk, part.memory, thread);
+    if (owns_column()) keep_weights(in.v, part.memory, 2 * K + thread);
+  }
+  if (length > 0) {
+    stage_inputs(p, in, gate, part.memory, 0);
+    stage_norm(p, it, at, part, norm_inputs);
+  }
   if (CLUSTER > 1 && part.round == 0) wait_cluster();  // all blocks have begun
   // A window that only this block reads is written as soon as one token has moved it on.
   const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && last && thread == 0;
   const u32 read = part.memory + OFFSET(DecodeMemory, read);
   if (ONE && writes) {
-    if (owns_column()) leave_windows(p, it, before, state_row, in.v, at.x, length);
-    if (CLUSTER == 1) leave_windows(p, it, before, state_row, in.qk, at.x, length);
+    if (owns_column()) leave_windows(p, it, windows, in.v, at.x, length);
+    if (CLUSTER == 1) leave_windows(p, it, windows, in.qk, at.x, length);
   }
   float s[ROWS][VECTOR];
 #pragma unroll
@@ -273,7 +312,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
       load_token_inputs(p, in, at, it);
     }
     step(p, s, lane, tokens, v, o, update, t & 1, [&] {
-      if (more) stage_inputs(p, in, gate, part.memory + (~t & 1) * (u32)sizeof(StagedToken));
+      if (more) stage_inputs(p, in, gate, part.memory, ~t & 1);
     });
     if (lane.writes) write_floats(part.memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * t + column, o);
     if (scatter && t < p.writes_row) {
@@ -288,12 +327,12 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   if (length > 0) sync_block();  // all outputs are there
   if (SLICES > 1 && p.norm_weight && length > 0) exchange_squares(it, part);
   store_final_state(p, it, s, target, to_bits, padding);
-  if (!ONE && writes && owns_column()) leave_windows(p, it, before, state_row, in.v, first_x, length);
-  if (length > 0) store_outputs(p, it, at, part, norm_inputs);
+  if (!ONE && writes && owns_column()) leave_windows(p, it, windows, in.v, first_x, length);
+  if (length > 0) store_outputs(p, it, at, part);
   if (padding) store_zeros(p, it, at, part);
   if ((!ONE || CLUSTER > 1) && writes && last && slice == 0 && part.first == 0) {
     if (CLUSTER > 1) barrier_wait(read, 0);
-    leave_windows(p, it, before, state_row, in.qk, first_x, length);
+    leave_windows(p, it, windows, in.qk, first_x, length);
   }
 }
 

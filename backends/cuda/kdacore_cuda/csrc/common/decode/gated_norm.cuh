@@ -13,13 +13,14 @@ static_assert(32 % UNITS == 0, "a token's threads are of one warp");
 struct Unit {
   int token;   // may lie beyond the last one
   int column;  // of the head
-  u32 outputs, squares;  // in shared memory
+  u32 outputs, factors, squares;  // in shared memory
 };
 // `odd`: the number of a head among those of this block, modulo 2.
 __device__ __forceinline__ Unit unit_of(int pass, int slice, u32 memory, int odd) {
   const int thread = thread_index(), token = pass * PASS_TOKENS + thread / UNITS, column = thread % UNITS * 4;
   const u32 row = token < MOST_TOKENS ? token : MOST_TOKENS - 1;
-  return {token, slice * COLUMNS + column, memory + OFFSET(DecodeMemory, outputs) + 4 * (COLUMNS * row + column),
+  const u32 own = memory + 4 * (COLUMNS * row + column);
+  return {token, slice * COLUMNS + column, own + OFFSET(DecodeMemory, outputs), own + OFFSET(DecodeMemory, factors),
           memory + OFFSET(DecodeMemory, squares) + odd * (u32)sizeof(Squares) + 4 * SLICES * row};
 }
 
@@ -66,18 +67,22 @@ __device__ __forceinline__ float received_squares(const Unit& unit) {
   return x[0];
 }
 
-__device__ __forceinline__ float4 normed(const DecodeParams& p, const float4& o, float squares, const Bits<4>& raw_weight,
-                                         const Bits<4>& raw_z) {
-  const float factor = inverse_sqrt(multiply_add(squares, 1.0f / V, p.norm_eps));
-  float weight[4], y[4] = {o.x, o.y, o.z, o.w};
-  to_floats(weight, raw_weight, p.norm_type);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = y[i] * factor * weight[i];
+// What the norm multiplies with besides, from the weight and z as they were loaded.
+__device__ __forceinline__ void store_factors(const DecodeParams& p, const Unit& unit, const Bits<4>& raw_weight,
+                                              const Bits<4>& raw_z) {
+  float y[4];
+  to_floats(y, raw_weight, p.norm_type);
   if (p.z) {
     float z[4];
     to_floats(z, raw_z, z_type(p));
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[i] *= p.silu ? z[i] * sigmoid(z[i]) : sigmoid(z[i]);
   }
-  return make_float4(y[0], y[1], y[2], y[3]);
+  store_shared(unit.factors, __float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]),
+               __float_as_uint(y[3]));
+}
+__device__ __forceinline__ float4 normed(const DecodeParams& p, const float4& o, float squares, const Unit& unit) {
+  const float norm = inverse_sqrt(multiply_add(squares, 1.0f / V, p.norm_eps));
+  const float4 y = load_shared4(unit.factors);
+  return make_float4(o.x * norm * y.x, o.y * norm * y.y, o.z * norm * y.z, o.w * norm * y.w);
 }

@@ -26,7 +26,9 @@ struct Squares {
 };
 struct DecodeMemory {
   StagedToken tokens[2];  // even and odd ones
+  float factors[MOST_TOKENS][COLUMNS];  // of the norm: weight act(z)
   float outputs[MOST_TOKENS][COLUMNS];
+  uint4 weights[ONE ? 1 : 2 * K + COLUMNS];  // of the convolution, where there are several tokens
   Squares squares[2];  // of even and odd heads
   u64 received[2];     // barriers: they have come
   u64 read;            // in the first block of the cluster: all blocks have read the windows of q and k

@@ -21,7 +21,7 @@ _FIELDS = DecodeInputs._fields
 _OUT, _READS, _WRITES = map(_FIELDS.index, ("out", "state_indices", "write_indices"))
 _ON_16_BYTES = ("conv_weight", "norm_weight", "initial_state", "write_pool", "z")
 """Arrays that the kernels for one token read 8 or 16 bytes at a time; ``out`` every kernel writes so."""
-_take_on_16_bytes = itemgetter(*map(_FIELDS.index, _ON_16_BYTES))
+_PLAIN, _WHOLE_Z = ([_FIELDS.index(name) for name in names] for names in ((*_ON_16_BYTES, "out"), ("z", "out")))
 _take = itemgetter(*map(_FIELDS.index, ARGUMENTS))
 _TAKEN_AS_THEY_LIE = frozenset({*STRIDED, "initial_state", "write_pool", "cu_seqlens_cpu", "out"})
 
@@ -115,16 +115,19 @@ def _extent(x: torch.Tensor) -> int:
 
 
 def _make_call(r: Request, layout: Layout | None) -> FastCall:
-    is_plain = layout is None or layout.is_plain
-    launches = launches_of(r, is_plain)
+    launches = launches_of(r, layout is None or layout.is_plain)
     numbers = launches.numbers
     if layout is not None:
         given = zip(STRIDED, layout.strides, strict=True)
         numbers = numbers | strides_of(r, dict(given)) | dict(zip(ROWS, layout.rows, strict=True))
         numbers["z_whole"] = layout.z_whole
     packed = launches.program.pack_numbers(numbers)
+    if layout is None or layout.is_plain:
+        on_16_bytes = _PLAIN
+    else:
+        on_16_bytes = _WHOLE_Z if layout.z_whole else [_OUT]
     bound: dict[int, tuple[Any, Any]] = {}  # by device: what allocates there, and makes the launch
-    return partial(_run, (launches, packed, is_plain or layout.z_whole, bound, _results_of(r)))
+    return partial(_run, (launches, packed, itemgetter(*on_16_bytes, _OUT), bound, _results_of(r)))
 
 
 class _Results(NamedTuple):
@@ -147,13 +150,12 @@ def _results_of(r: Request) -> _Results:
 
 
 def _run(call: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    launches, numbers, aligned, bound, results = call
+    launches, numbers, take_on_16_bytes, bound, results = call
     at = [0 if x is None else x.data_ptr() for x in arrays]
     index = arrays[0].get_device()
-    misaligned = at[_OUT]
-    if aligned:
-        for x in _take_on_16_bytes(at):
-            misaligned |= x
+    misaligned = 0
+    for x in take_on_16_bytes(at):
+        misaligned |= x
     if misaligned & (ALIGNMENT - 1) or torch_launch.current_device() != index:
         return None
     here = bound.get(index)

@@ -6,12 +6,12 @@ from functools import cache
 from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.choice import RecurrentMode, Split
-from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.choice import RecurrentMode, Split, decode_split
+from kdacore_cuda.forms.choice_on_device import chosen, figures_of
 from kdacore_cuda.forms.decode import kernels
 from kdacore_cuda.forms.launches import ROWS, Launches, arguments_of
 from kdacore_cuda.kernel_parameters import DECODE, FLAGS, GATES, TYPES
-from kdacore_cuda.request_encoding import division, dtypes_of, strides_behind, token_flags
+from kdacore_cuda.request_encoding import division, dtypes_of, items_for_choice, strides_behind, token_flags
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
@@ -52,10 +52,12 @@ _NUMBERS = (
 def launches_of(r: Request, is_plain: bool = True) -> Launches:
     """The launch of a call, with the numbers of contiguous arrays. ``is_plain``: the arrays lie as the kernels for one
     token read them."""
-    choice = chosen(r)
-    if choice.split is None:
+    split, mode = chosen(r).split, chosen(r).mode
+    if split is None:
         raise ValueError(f"{r.op}: no fused decode step")
-    split, mode = choice.split, choice.mode if is_plain else RecurrentMode.GENERAL
+    if mode != RecurrentMode.GENERAL and not is_plain:
+        mode = RecurrentMode.GENERAL
+        split = decode_split(r, mode, items_for_choice(r), figures_of(r))
     row = r.HV * r.K * r.V
     numbers = {
         **_of_tokens(r, r.T),

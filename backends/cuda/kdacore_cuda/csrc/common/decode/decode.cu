@@ -129,15 +129,9 @@ __device__ __forceinline__ void write_floats(u32 to, const float (&x)[OUT]) {
 // One block's part: columns of a value head of a sequence.
 struct Part {
   int slice, first;  // of the head's columns; the rank of the first block that has columns of the head
-  int round;         // heads that the block has computed before
   u32 memory;
 };
-__device__ __forceinline__ Unit unit_of(int pass, const Part& part) {
-  return unit_of(pass, part.slice, part.memory, part.round & 1);
-}
-__device__ __forceinline__ u32 received_barrier(const Part& part) {
-  return part.memory + OFFSET(DecodeMemory, received) + 8 * (part.round & 1);
-}
+__device__ __forceinline__ Unit unit_of(int pass, const Part& part) { return unit_of(pass, part.slice, part.memory); }
 
 // Zeros for the outputs of a sequence without a slot.
 __device__ __forceinline__ void store_zeros(const DecodeParams& p, const Item& it, const TokenPlaces& at,
@@ -181,7 +175,7 @@ __device__ __forceinline__ void stage_norm(const DecodeParams& p, const Item& it
 
 // Sums of squares of all tokens to the blocks that have columns of the head.
 __device__ __forceinline__ void exchange_squares(const Item& it, const Part& part) {
-  const u32 bar = received_barrier(part);
+  const u32 bar = part.memory + OFFSET(DecodeMemory, received);
   if (thread_index() == 0)
     barrier_expect_remote(cluster_address(bar, part.first + part.slice), 4 * SLICES * it.length);
 #pragma unroll 1
@@ -195,7 +189,7 @@ __device__ __forceinline__ void exchange_squares(const Item& it, const Part& par
 // All outputs, from shared to device memory.
 __device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item& it, const TokenPlaces& at,
                                               const Part& part) {
-  if (SLICES > 1 && p.norm_weight) barrier_wait(received_barrier(part), part.round >> 1 & 1);
+  if (SLICES > 1 && p.norm_weight) barrier_wait(part.memory + OFFSET(DecodeMemory, received), 0);
 #pragma unroll 1
   for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
     const Unit unit = unit_of(pass, part);
@@ -280,7 +274,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
     stage_inputs(p, in, gate, part.memory, 0);
     stage_norm(p, it, at, part, norm_inputs);
   }
-  if (CLUSTER > 1 && part.round == 0) wait_cluster();  // all blocks have begun
+  if (CLUSTER > 1 && PLAIN) wait_cluster();  // all blocks have begun
   // A window that only this block reads is written as soon as one token has moved it on.
   const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && last && thread == 0;
   const u32 read = part.memory + OFFSET(DecodeMemory, read);
@@ -339,8 +333,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
 // Barriers between the blocks of the cluster. The other half is wait_cluster().
 __device__ __forceinline__ void begin_cluster(u32 memory) {
   if (thread_index() == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) barrier_init(memory + OFFSET(DecodeMemory, received) + 8 * i, 1);
+    barrier_init(memory + OFFSET(DecodeMemory, received), 1);
     barrier_init(memory + OFFSET(DecodeMemory, read), CLUSTER);
     fence_barrier_init();
   }
@@ -358,20 +351,20 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodePara
   it.zero = (int)((u64)thread_index() >> p.h_shift);  // the shift is 31 or more
   const Start start = start_of(p, it);
   const int h = (int)task - it.n * p.H;
-  Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, 0, shared_address(memory)};
+  const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
   if constexpr (CLUSTER > 1) begin_cluster(part.memory);
   const LanePosition lane = make_position(part.slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
   const int first_head = rank / SLICES;
-  if constexpr (ONE) {
+  if constexpr (PLAIN) {
     it.hv = h * HEADS_AT_ONCE + first_head;
     decode_head(p, it, h, true, part, lane, start);
     return;
   }
+  if (CLUSTER > 1) wait_cluster();
 #pragma unroll 1
   for (int head = first_head; head < p.group; head += HEADS_AT_ONCE) {
     it.hv = h * p.group + head;
     decode_head(p, it, h, head + HEADS_AT_ONCE >= p.group, part, lane, start);
-    ++part.round;
   }
   const long long row_bytes = (long long)p.HV * V * type_size(x_type(p));
   clear_tail(p, row_bytes, {block * THREADS + thread_index(), (u32)grid_blocks() * THREADS});

@@ -15,13 +15,12 @@ struct Unit {
   int column;  // of the head
   u32 outputs, factors, squares;  // in shared memory
 };
-// `odd`: the number of a head among those of this block, modulo 2.
-__device__ __forceinline__ Unit unit_of(int pass, int slice, u32 memory, int odd) {
+__device__ __forceinline__ Unit unit_of(int pass, int slice, u32 memory) {
   const int thread = thread_index(), token = pass * PASS_TOKENS + thread / UNITS, column = thread % UNITS * 4;
   const u32 row = token < MOST_TOKENS ? token : MOST_TOKENS - 1;
   const u32 own = memory + 4 * (COLUMNS * row + column);
   return {token, slice * COLUMNS + column, own + OFFSET(DecodeMemory, outputs), own + OFFSET(DecodeMemory, factors),
-          memory + OFFSET(DecodeMemory, squares) + odd * (u32)sizeof(Squares) + 4 * SLICES * row};
+          memory + OFFSET(DecodeMemory, squares) + 4 * SLICES * row};
 }
 
 __device__ __forceinline__ int z_type(const DecodeParams& p) { return PLAIN ? TYPE_BFLOAT16 : p.z_type; }

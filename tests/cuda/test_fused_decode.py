@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from decode_calls import GDN, KDA, NAN, check, decode_inputs, decode_request
+from gated_delta_calls import in_each_order
 from pool_checks import same_bits
 
 from kdacore_cuda.choice import RecurrentMode, Split
 from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.forms.decode import forward as decode
 from kdacore_cuda.runtime import torch_launch
 
 GENERAL, ONE, HEAD = RecurrentMode.GENERAL, RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
@@ -252,3 +254,43 @@ def test_a_bias_of_the_convolution(emulated: list[str], poison: None) -> None:
     inputs = inputs._replace(conv_bias=torch.randn(inputs.x.shape[2]), norm_weight=torch.rand(2, 128))
     check(inputs, norm_activation="silu", norm_eps=1e-3, **IN_PLACE)
     assert_mode(emulated, ONE)
+
+
+# --- what several blocks share ------------------------------------------------------------------------------------
+
+
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("split", ["two_heads", "quarters", "two_quarters", "four_halves"])
+@pytest.mark.parametrize("op", [KDA, GDN])
+def test_in_any_order_of_blocks_and_threads(
+    op: str, split: str, emulated: list[str], poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The windows of q and k, which every block of a key head reads, are written once all have; and each head's blocks
+    add the same sums. KDA: by the kernel for every call, and with three tokens."""
+    want = SPLITS[split]
+    T = 3 if op == KDA else 1
+    on_device_of(2 * want.blocks, monkeypatch)
+    first: list[torch.Tensor] = []
+    starved = range(0, 8 * want.blocks, 5)
+    for _ in in_each_order(monkeypatch, starved=starved, dispatch=range(3)):
+        inputs = decode_inputs(op, B=2, T=T, H=1, HV=want.heads)
+        check(inputs, op, **IN_PLACE)
+        written = [inputs.initial_state, inputs.conv_state]
+        assert all(map(same_bits, written, first or written))
+        first = written
+    heads = f"CLUSTER{want.heads if op == KDA else want.blocks}"
+    assert launched_kernel(emulated).endswith(heads)
+
+
+def test_no_later_token_changes_earlier_ones(emulated: list[str], poison: None) -> None:
+    """Bit for bit."""
+    outputs = []
+    for T in (5, 3):
+        plain = decode_inputs(B=2, T=5, K=64)
+        cut = {name: getattr(plain, name)[:, :T].contiguous() for name in ("x", "g", "beta", "z")}
+        inputs = plain._replace(**cut)
+        if T == 3:
+            inputs.x[:, 2:] *= 2
+        request = decode_request(KDA, inputs, **IN_PLACE)
+        outputs.append(decode.forward(request, inputs).o[:, :2])
+    assert same_bits(*outputs)

@@ -60,7 +60,11 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> Arrays:
-        shared = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        shared = {
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+        }
         return shared if self.scalar else {**shared, "safe_gate": True, "lower_bound": -5.0}
 
     @property
@@ -127,7 +131,9 @@ def recurrent(case: Case, x: Arrays, q: Any, k: Any, v: Any, backend: str | None
 def split_channels(case: Case, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     sizes = (case.H, case.H, case.HV)
     parts = y.split([heads * K for heads in sizes], dim=-1)
-    return tuple(part.unflatten(-1, (heads, K)).contiguous() for part, heads in zip(parts, sizes, strict=True))
+    return tuple(
+        part.unflatten(-1, (heads, K)).contiguous() for part, heads in zip(parts, sizes, strict=True)
+    )
 
 
 def chain(case: Case, x: Arrays, backend: str | None) -> torch.Tensor:
@@ -136,7 +142,8 @@ def chain(case: Case, x: Arrays, backend: str | None) -> torch.Tensor:
     line = torch.cat([x["conv_state"][rows], x["x"].transpose(1, 2)], dim=2)
     x["conv_state"][rows] = line[:, :, 1:]
     y = silu((line * x["conv_weight"]).sum(2)).bfloat16()[:, None]
-    o = recurrent(case, x, *split_channels(case, y), backend).float()
+    q, k, v = split_channels(case, y)
+    o = recurrent(case, x, q, k, v, backend).float()
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * x["norm_weight"]
     z = x["z"].float()
     return (o * (silu(z) if case.scalar else z.sigmoid())).bfloat16()
@@ -163,7 +170,9 @@ def check(case: Case, name: str, call: Callable[[Arrays], torch.Tensor], device:
     }
     for what, (error, bound) in errors.items():
         if not error < bound:
-            raise AssertionError(f"{case.shape}: {name}: {what} is {error:.1e} from the reference's, not {bound:.1e}")
+            raise AssertionError(
+                f"{case.shape}: {name}: {what} is {error:.1e} from the reference's, not {bound:.1e}"
+            )
     if not torch.equal(x["conv_state"][some].cpu(), pools["conv_state"]):
         raise AssertionError(f"{case.shape}: {name}: windows of the convolution")
     if not torch.equal(x["initial_state"][case.B], beyond):
@@ -222,7 +231,10 @@ def measure(found: Results, name: str, case: Case, samples: int) -> None:
     rate = 2 * case.state_bytes / timings["fused"].median / 1e12
     goal = "" if case.must is None else f"  must {case.must:g}, aim {case.aim:g}"
     times = "  ".join(f"{whose} {1e6 * t.median:8.2f}" for whose, t in timings.items())
-    print(f"{name:9} {case.shape:34} {times} us  {rate:.2f} TB/s of states  host {host:.1f} us{goal}", flush=True)
+    print(
+        f"{name:9} {case.shape:34} {times} us  {rate:.2f} TB/s of states  host {host:.1f} us{goal}",
+        flush=True,
+    )
     print(f"          {form}", flush=True)
     for whose, t in timings.items():
         found.rows.append(
@@ -238,7 +250,9 @@ def measure(found: Results, name: str, case: Case, samples: int) -> None:
     found.figures.append(
         Figure(preset=PRESET, name=f"{name}: fused", value=us, unit="us", want=want, met=met, note=form)
     )
-    found.figures.append(Figure(preset=PRESET, name=f"{name}: host", value=host, unit="us", want="", met=None))
+    found.figures.append(
+        Figure(preset=PRESET, name=f"{name}: host", value=host, unit="us", want="", met=None)
+    )
 
 
 def op_of(case: Case) -> str:
@@ -259,6 +273,11 @@ def force_slices(slices: int) -> None:
     choice.decode_split = forced
 
 
+def check_on_cpu(name: str, case: Case) -> None:
+    check(case, "chain", lambda x: chain(case, x, "reference"), "cpu")
+    print(f"{name}: the chain is right")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
@@ -274,8 +293,7 @@ def main() -> None:
         for name in args.cases:
             case = CASES[name]
             if args.device == "cpu":
-                check(case._replace(B=min(case.B, 2)), "chain", lambda x, c=case: chain(c, x, "reference"), "cpu")
-                print(f"{name}: the chain is right")
+                check_on_cpu(name, case._replace(B=min(case.B, 2)))
             else:
                 measure(found, name, case, args.samples)
     if args.json:

@@ -1,4 +1,4 @@
-"""Calls of the fused decode ops: random inputs, and the comparison with the oracle, with NaN in all that is not read."""
+"""Calls of the fused decode ops: random inputs, and comparisons with the oracle, with NaN in what is not read."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def decode_inputs(
     lengths: tuple[int, ...] | None = None,
     seed: int = 0,
     **more: Any,
-) -> DecodeInputs:
-    """Random arrays: a pool of states and convolution states, of which every sequence has a slot. ``lengths``: a pack,
-    with two rows that belong to no sequence. ``more``: arrays, or None for one that is not to be given."""
+) -> Any:
+    """A :class:`DecodeInputs` of random arrays: a pool of states and convolution states, of which every sequence has a
+    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``more``: arrays, or None for one that is not to
+    be given."""
     d, D = Draw(seed, dtype), 2 * H * K + HV * K
     size = (B, T) if lengths is None else (1, sum(lengths) + 2)
     N = B if lengths is None else len(lengths)
@@ -73,11 +74,9 @@ def decode_inputs(
     return DecodeInputs(**(given | more))
 
 
-def rows_of(request: Request, inputs: DecodeInputs) -> Any:
+def rows_of(request: Request, inputs: Any) -> Any:
     """The rows of pools, by value, and the lengths of sequences."""
-    values = {
-        name: x.numpy() for name in INDEX_VALUES if (x := getattr(inputs, name, None)) is not None
-    }
+    values = {name: x.numpy() for name in INDEX_VALUES if (x := getattr(inputs, name, None)) is not None}
     lengths = np.diff(inputs.cu_seqlens.numpy()) if request.packed else np.full(request.N, request.T)
     return state_rows(request, values, lengths), lengths
 
@@ -140,7 +139,13 @@ def check(inputs: DecodeInputs, op: str = KDA, *, fast: bool = True, **options: 
 
 
 def compare(
-    request: Request, inputs: DecodeInputs, before: dict[str, Any], want: Any, o: Any, final: Any, read: torch.Tensor
+    request: Request,
+    inputs: DecodeInputs,
+    before: dict[str, Any],
+    want: Any,
+    o: Any,
+    final: Any,
+    read: torch.Tensor,
 ) -> None:
     """What a call returned and wrote, with the oracle's ``want`` and with what was there ``before``."""
     rows, lengths = rows_of(request, inputs)

@@ -50,7 +50,8 @@ SPLITS = {
 @pytest.mark.first_cases(3)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(
-    ("op", "split"), [(op, name) for name in SPLITS for op in (KDA, GDN) if op == GDN or SPLITS[name].heads == 1]
+    ("op", "split"),
+    [(op, name) for name in SPLITS for op in (KDA, GDN) if op == GDN or SPLITS[name].heads == 1],
 )
 def test_each_division(
     op: str, split: str, v_first: bool, emulated: list[str], poison: None, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +145,13 @@ POOL_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         IN_PLACE,
     ),
     "candidate_rows": (
-        {"T": 3, "slots": 14, "columns": 5, "write_indices": table(3, 3) + 5, "state_indices": index(0, 1, -1)},
+        {
+            "T": 3,
+            "slots": 14,
+            "columns": 5,
+            "write_indices": table(3, 3) + 5,
+            "state_indices": index(0, 1, -1),
+        },
         IN_PLACE,
     ),
 }

@@ -52,7 +52,9 @@ def run_random(seeds: Iterable[int], launched: list[str]) -> None:
         if result.status == "declined":
             assert not launched
         elif result.case.check != "refusal":
-            assert launched and all(name.startswith("decode-") for name in launched), f"seed {seed}: {launched}"
+            assert launched and all(name.startswith("decode-") for name in launched), (
+                f"seed {seed}: {launched}"
+            )
     assert not problems, "\n".join(problems)
     assert counts["served"] > 2 * counts["declined"]
     assert all(counts[op] for op in OPS)

@@ -497,7 +497,9 @@ def decode_splits(mode: RecurrentMode, bf16_state: bool, arch: str) -> tuple[Spl
 def _choose_decode(r: Request, device: Figures) -> Choice:
     mode, count, items = decode_mode(r, device.arch), device.multiprocessors, items_for_choice(r)
     split = decode_split(r, mode, items, device)
-    parts = [f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"]
+    parts = [
+        f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"
+    ]
     group = r.HV // r.H
     parts += [f"{split.heads} of {group} value heads at once"] if group > 1 else []
     return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
@@ -509,8 +511,12 @@ def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -
     As many value heads side by side as there are blocks for; each shared by as many blocks as find a multiprocessor,
     of ``items`` sequences and value heads.
     """
-    splits = [x for x in decode_splits(mode, r.state_dtype == "bfloat16", device.arch) if r.HV // r.H % x.heads == 0]
-    return max(splits, key=lambda x: (x.slices == 1 or items * x.slices <= device.multiprocessors, x.slices, x.heads))
+    splits = [
+        x for x in decode_splits(mode, r.state_dtype == "bfloat16", device.arch) if r.HV // r.H % x.heads == 0
+    ]
+    return max(
+        splits, key=lambda x: (x.slices == 1 or items * x.slices <= device.multiprocessors, x.slices, x.heads)
+    )
 
 
 def decode_mode(r: Request, arch: str) -> RecurrentMode:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import DecodeInputs, FastCall, Outputs, Request
-from kdacore_cuda.forms.decode.launches import ARGUMENTS, STRIDED, contiguous_strides, launches_of, strides_of
+from kdacore_cuda.forms.decode.launches import ARGUMENTS, STRIDED, launches_of, strides_of
 from kdacore_cuda.forms.launches import ROWS
 from kdacore_cuda.forms.torch_forward import form_of
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
@@ -21,7 +21,9 @@ _FIELDS = DecodeInputs._fields
 _OUT, _READS, _WRITES = map(_FIELDS.index, ("out", "state_indices", "write_indices"))
 _ON_16_BYTES = ("conv_weight", "norm_weight", "initial_state", "write_pool", "z")
 """Arrays that the kernels for one token read 8 or 16 bytes at a time; ``out`` every kernel writes so."""
-_PLAIN, _WHOLE_Z = ([_FIELDS.index(name) for name in names] for names in ((*_ON_16_BYTES, "out"), ("z", "out")))
+_PLAIN, _WHOLE_Z = (
+    [_FIELDS.index(name) for name in names] for names in ((*_ON_16_BYTES, "out"), ("z", "out"))
+)
 _take = itemgetter(*map(_FIELDS.index, ARGUMENTS))
 _TAKEN_AS_THEY_LIE = frozenset({*STRIDED, "initial_state", "write_pool", "cu_seqlens_cpu", "out"})
 
@@ -89,13 +91,19 @@ def _readable(r: Request, inputs: DecodeInputs) -> tuple[DecodeInputs, Layout | 
             changed["out"].copy_(out)
     given = inputs._replace(**changed) if changed else inputs
     strided = [getattr(given, name) for name in STRIDED]
-    on_16_bytes = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in map(given._asdict().get, _ON_16_BYTES))
+    on_16_bytes = all(
+        x is None or x.data_ptr() % ALIGNMENT == 0 for x in map(given._asdict().get, _ON_16_BYTES)
+    )
     of_rows = rows["initial_state"], rows[r.written_pool] if r.inplace_state else row
     if on_16_bytes and of_rows == (row, row) and all(x is None or x.is_contiguous() for x in strided):
         return given, None
     z_whole = _is_whole(given.z)
-    is_plain = on_16_bytes and z_whole and not any(row * ITEM_SIZES[r.state_dtype] % ALIGNMENT for row in of_rows)
-    is_plain = is_plain and all(_extent(x) < 2**31 for x in (given.x, given.g, given.beta, given.z) if x is not None)
+    is_plain = (
+        on_16_bytes and z_whole and not any(row * ITEM_SIZES[r.state_dtype] % ALIGNMENT for row in of_rows)
+    )
+    is_plain = is_plain and all(
+        _extent(x) < 2**31 for x in (given.x, given.g, given.beta, given.z) if x is not None
+    )
     if given.conv_state is not None:
         is_plain = is_plain and _extent(given.conv_state[:1]) < 2**31
     strides = tuple([() if x is None else tuple(x.stride()) for x in strided])

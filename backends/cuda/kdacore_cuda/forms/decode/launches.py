@@ -59,7 +59,7 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         mode = RecurrentMode.GENERAL
         split = decode_split(r, mode, items_for_choice(r), figures_of(r))
     row = r.HV * r.K * r.V
-    numbers = {
+    numbers: dict[str, float] = {
         **_of_tokens(r, r.T),
         **strides_of(r, {name: contiguous_strides(r, name) for name in STRIDED}),
         **dict.fromkeys(ROWS, row),

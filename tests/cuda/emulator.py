@@ -41,6 +41,7 @@ RUNTIME_COMPILE = ("-O3",)
 """More for what runs the kernels: it multiplies matrices."""
 
 INSTRUCTIONS = (
+    "common/decode/cluster_exchange.cuh",
     "common/ptx.cuh",
     "sm90/bulk_copies.cuh",
     "sm90/evict_first_copies.cuh",

@@ -127,6 +127,15 @@ def make_backend() -> Backend:
         serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
         verifiers=_COMMON + _verifiers("head_dims"),
     )
+    decode = _op(
+        forward=_by_kind("forms.decode.forward", "forward"),
+        serves=(ops.SEQUENCE_FEATURES - {"initial_state"})  # always given
+        | ops.POOL_FEATURES
+        | ops.RECURRENT_FEATURES
+        | {"out", "conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"},
+        verifiers=_COMMON + _verifiers("head_dims"),
+        fast_path=_lazy("forms.decode.forward", "make_fast_call"),
+    )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"
     return Backend(
         name="cuda",
@@ -137,6 +146,8 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": gated_delta,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
+            "fused_decode_kda": decode,
+            "fused_decode_gated_delta_rule": decode,
             "commit_records": commit,
             "kda_chunk_intra": _stage("kda_chunk_intra", "chunk_intra", "intra_head_dim"),
             "kda_recompute_w_u": _stage("kda_recompute_w_u", "recompute_w_u", "recompute_head_dims"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from itertools import product
 from typing import Literal, NamedTuple
 
 from kdacore.types import Request
@@ -57,6 +58,20 @@ class Clusters(NamedTuple):
         return (self.preparing + (self.resident or items)) * self.size
 
 
+class Split(NamedTuple):
+    """How the fused decode step divides a sequence and key head among the blocks of a cluster."""
+
+    slices: int
+    """Blocks that share a value head."""
+    heads: int
+    """Value heads that are computed side by side; the others follow."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cluster."""
+        return self.slices * self.heads
+
+
 class RecurrentMode(IntEnum):
     """Which calls a kernel serves. All modes do the same arithmetic, bit for bit."""
 
@@ -91,6 +106,8 @@ class Choice(NamedTuple):
     bits."""
     mode: RecurrentMode = RecurrentMode.GENERAL
     """Of the recurrent form: the kernel for contiguous arrays."""
+    split: Split | None = None
+    """Of the decode form."""
     cut: bool = False
     """The gated delta rule: sequences long enough are cut into segments."""
     own_recompute: bool = False
@@ -105,6 +122,8 @@ def choose(request: Request, device: Figures) -> Choice:
         return _choose_stage(request, device)
     if request.op == "chunk_gated_delta_rule":
         return _choose_gated_delta(request, device)
+    if request.op.startswith("fused_decode"):
+        return _choose_decode(request, device)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
@@ -447,6 +466,69 @@ def recurrent_mode(r: Request) -> RecurrentMode:
         return RecurrentMode.ONE_TOKEN_HEAD_GATE if one_token else RecurrentMode.GENERAL
     usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
     return RecurrentMode.ONE_TOKEN if one_token and usual_types else RecurrentMode.CONTIGUOUS
+
+
+DECODE_TAPS = 4
+"""Taps of the convolution that the kernels for one token of the fused decode step have."""
+DECODE_HEADS = (4, 2, 1)
+"""Value heads of a key head that a cluster of the fused decode step may compute side by side."""
+_DECODE_BLOCKS = 8
+"""Blocks of a cluster, at most: as many as every device with clusters takes."""
+
+
+def decode_splits(mode: RecurrentMode, bf16_state: bool, arch: str) -> tuple[Split, ...]:
+    """The divisions that the fused decode step is compiled with: a state of 64 KB may be shared by four blocks, one of
+    32 by two, for one token. One gate a channel comes with one value head a key head."""
+    if arch not in CLUSTER_ARCHS:
+        return (Split(1, 1),)
+    slices = (1,) if mode == RecurrentMode.GENERAL else (1, 2) if bf16_state else (1, 2, 4)
+    heads = (1,) if mode == RecurrentMode.ONE_TOKEN else DECODE_HEADS
+    every = (Split(*sizes) for sizes in product(slices, heads))
+    return tuple(split for split in every if split.blocks <= _DECODE_BLOCKS)
+
+
+def _choose_decode(r: Request, device: Figures) -> Choice:
+    mode, count, items = decode_mode(r, device.arch), device.multiprocessors, items_for_choice(r)
+    split = decode_split(r, mode, items, device)
+    parts = [
+        f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"
+    ]
+    group = r.HV // r.H
+    parts += [f"{split.heads} of {group} value heads at once"] if group > 1 else []
+    return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
+
+
+def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -> Split:
+    """The blocks of a sequence and key head: a cluster, as the windows of q and k belong to all of its value heads.
+
+    As many value heads side by side as there are blocks for; each shared by as many blocks as find a multiprocessor,
+    of ``items`` sequences and value heads.
+    """
+    splits = [
+        x for x in decode_splits(mode, r.state_dtype == "bfloat16", device.arch) if r.HV // r.H % x.heads == 0
+    ]
+    return max(
+        splits, key=lambda x: (x.slices == 1 or items * x.slices <= device.multiprocessors, x.slices, x.heads)
+    )
+
+
+def decode_mode(r: Request, arch: str) -> RecurrentMode:
+    """The most specialised kernel of the fused decode step that serves the call if the layout of its arrays allows:
+    the general one, or one of those for one token a sequence."""
+    one = r.T == 1 and not r.packed and r.state_indices_ndim == 1 and r.write_indices_ndim < 2
+    if not one or r.K != 128 or r.B * r.HV * r.K >= 2**31:
+        return RecurrentMode.GENERAL
+    types = {name: spec.dtype for name, spec in r.tensors}
+    if "conv_weight" not in types or r.spec("conv_weight").shape[1] != DECODE_TAPS or "conv_indices" in types:
+        return RecurrentMode.GENERAL
+    if r.dtype != "bfloat16" or types.get("z", "bfloat16") != "bfloat16" or "float16" in types.values():
+        return RecurrentMode.GENERAL
+    group = r.HV // r.H
+    if r.scalar_gate:
+        whole = group in (DECODE_HEADS if arch in CLUSTER_ARCHS else (1,))
+        return RecurrentMode.ONE_TOKEN_HEAD_GATE if whole else RecurrentMode.GENERAL
+    usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
+    return RecurrentMode.ONE_TOKEN if usual_types and group == 1 else RecurrentMode.GENERAL
 
 
 def _choose_stage(r: Request, device: Figures) -> Choice:

@@ -133,6 +133,29 @@ records, heads, and columns or channels; the last is 0 with one decay a head), a
 which a call writes the first ``record_slots``. ``wide_records``, ``wide_counts``: ``record_indices`` and
 ``num_replayed`` have 64 bits."""
 
+DECODE_ARRAYS = ParamStruct(
+    "DecodeArrays",
+    (
+        *_fields("ptr", "x conv_weight conv_bias conv_state conv_indices conv_windows z norm_weight"),
+        *_fields("i64", "x_sb x_st conv_sr conv_sc conv_sl window_sr window_st window_sl window_sc"),
+        *_fields("i64", "z_sb z_st z_sh z_sv norm_sh h_factor"),
+    ),
+)
+DECODE_NUMBERS = ParamStruct(
+    "DecodeNumbers",
+    (
+        *_fields("i32", "h_shift group taps x_type conv_weight_type conv_bias_type z_type norm_type"),
+        *_fields("i32", "wide_conv writes_conv keeps_candidates z_whole silu"),
+        *_fields("f32", "norm_eps"),
+    ),
+)
+DECODE = _joined("DecodeParams", DECODE_ARRAYS, RECURRENT, DECODE_NUMBERS)
+"""Parameters of the fused decode step: those of the recurrent kernels, without q, k and v, and of what is around the
+recurrence. Strides in elements: ``conv`` of rows, channels and columns, ``window`` of rows, candidates, tokens and
+channels. ``h_factor`` and ``h_shift``: to divide by H. ``group``: HV / H. ``taps``: the convolution's width.
+``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written; ``keeps_candidates``: of each
+candidate. ``z_whole``: four elements of z lie together and can be read at once."""
+
 INTRA = ParamStruct(
     "IntraParams",
     (
@@ -326,6 +349,7 @@ _STRUCTS = {
     "chunk_forward_params": (CHUNK_FORWARD,),
     "recurrent_params": (RECURRENT,),
     "recurrent_records_params": (RECORDS, RECURRENT_RECORDS),
+    "decode_params": (DECODE_ARRAYS, DECODE_NUMBERS, DECODE),
     "stage_params": (INTRA, RECOMPUTE),
     "chunk_backward_params": (CHUNK_BACKWARD, SUMS, GROUPS),
     "prepare_marked_params": (UNIT_MARKS, PREPARE_MARKED),

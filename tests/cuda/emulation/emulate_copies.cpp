@@ -40,6 +40,15 @@ void finish(const Copy& c) {
   --piece.coming;
   mark(piece, ALL, c.tick ? c.tick : me->warp->tick);
 }
+// The barrier has written it; of other words of the same 16 bytes it is then the last writer, too.
+void land_word(const Late& c) {
+  memcpy(memory(c.dst, 4), &c.word, 4);
+  Barrier& b = barrier(c.bar);
+  ++piece_at(c.dst).coming;
+  came_by_bulk(c.dst & ~15u, 16, b);
+  b.bytes -= 4;
+  settle(b);
+}
 void land(const Late& c) {
   me = c.owner;
   if (!c.pieces.empty()) {
@@ -47,6 +56,7 @@ void land(const Late& c) {
     count_arrival(c.bar);
     return;
   }
+  if (c.is_word) return land_word(c);
   memcpy(memory(c.dst, c.bytes), c.global ? c.global : memory(c.src, c.bytes), c.bytes);
   Barrier& b = barrier(c.bar);
   came_by_bulk(c.dst, c.bytes, b);
@@ -132,6 +142,14 @@ void barrier_expect_remote(u32 bar, u32 bytes) {
 }
 void barrier_expect(u32 bar, u32 bytes) { barrier_expect_remote(bar, bytes); }
 
+void store_async(u32 a, u32 x, u32 bar) {
+  if (a >> 24 != bar >> 24) emu::fail("a store to one block counted by another", a);
+  if (!emu::barrier(bar).maker->barrier_fences) emu::fail("a barrier that other blocks have not heard of", bar);
+  emu::Late c = {emu::me, a, 0, 4, bar, nullptr, {}, true, x};
+  emu::memory(a, 4);
+  if (emu::at_once()) emu::land(c);
+  else emu::late.push_back(std::move(c));
+}
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) { emu::send({emu::me, dst, src, bytes, bar, nullptr}); }
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar) {
   emu::send({emu::me, emu::own(dst), 0, bytes, emu::own(bar), src});

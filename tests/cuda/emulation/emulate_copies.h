@@ -31,6 +31,7 @@ inline u32 cluster_address(u32 a, u32 rank) { return (a & 0xffffff) | rank << 24
 void barrier_arrive_remote(u32 bar);
 void barrier_expect_remote(u32 bar, u32 bytes);
 
+void store_async(u32 a, u32 x, u32 bar);
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar);
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar);
 void copy_in_to_both(u32 dst, const void* src, u32 bytes, u32 bar);

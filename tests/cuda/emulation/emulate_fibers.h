@@ -107,7 +107,7 @@ struct Known {
 struct Fiber {
   jmp_buf context;
   ucontext_t start;
-  bool started = false, done = false;
+  bool started = false, done = false, begun = false;
   const u32* wait_on = nullptr;
   u32 wait_mask = 0, wait_value = 0;
   const char* wait_name = "";
@@ -134,6 +134,8 @@ struct Late {
   u32 dst, src, bytes, bar;
   const void* global;
   std::vector<Copy> pieces = {};  // of one thread, which arrives with them
+  bool is_word = false;           // of four bytes, no copy
+  u32 word = 0;
 };
 
 inline Fiber* me;
@@ -145,6 +147,7 @@ inline std::function<void()> entry;
 inline std::mt19937 chance;
 inline int block_threads, grid, barriers;
 inline Rendezvous cluster_rendezvous;
+inline u32 not_begun;  // threads that arrive_cluster_begun() has not counted yet
 inline Clock covered;  // of each warp: what another's proxy fence has made visible
 inline u64 now;
 

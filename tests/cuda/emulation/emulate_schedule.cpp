@@ -15,6 +15,17 @@ void meet_block(int id, u32 count) {
 }
 void meet_cluster() { meet(cluster_rendezvous, cluster->size() * block_threads, "the cluster", 0); }
 
+void arrive_begun() {
+  if (me->begun) fail("arrived twice", 0);
+  me->begun = true;
+  --not_begun;
+  yield();  // what others wait for is this, not what comes behind it
+}
+void wait_cluster() {
+  if (!me->begun) return meet_cluster();
+  while (not_begun) block_while(&not_begun, ~0u, not_begun, "all blocks to begin", 0);
+}
+
 void trampoline() {
   entry();
   for (const auto& group : me->outs) {
@@ -67,6 +78,7 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
   std::vector<Fiber> fibers(size * threads);
   cluster = &blocks;
   cluster_rendezvous = {};
+  not_begun = size * threads;
   covered.assign(warps.size(), 0);
   late.clear();
   block_threads = threads;

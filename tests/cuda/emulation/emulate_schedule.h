@@ -14,6 +14,8 @@ inline int starved = -1;  // this warp of each cluster runs only while no other 
 const char* run(std::function<void()> kernel, int grid, int cluster_size, int threads, int shared, u32 seed);
 void meet_block(int id, u32 count);  // at a named barrier; 0 is the block's
 void meet_cluster();
+void arrive_begun();
+void wait_cluster();
 
 }  // namespace emu
 
@@ -26,7 +28,8 @@ inline void sync_threads(int id, int count) { emu::meet_block(id, count); }
 inline void sync_pair(int barrier) { sync_threads(barrier, 64); }
 inline void sync_cluster() { emu::meet_cluster(); }
 inline void arrive_cluster() {}  // all of a cluster's blocks begin at once
-inline void wait_cluster() { emu::meet_cluster(); }
+inline void arrive_cluster_begun() { emu::arrive_begun(); }  // who waits then hears of nothing else
+inline void wait_cluster() { emu::wait_cluster(); }
 
 template <int N, int START>
 inline void set_registers() {

@@ -19,8 +19,8 @@ def figures_of(r: Request) -> Figures:
         kernel = chunk_forward_kernel(r.K, cluster, bounded, float_gate, arch)
         return device_figures.clusters_at_once(r, kernel, arch)
 
-    chunk = r.op in ("chunk_kda", "chunk_gated_delta_rule")
-    count = device_figures.multiprocessors_of(r) if chunk else 0
+    counts = r.op.startswith(("chunk_", "fused_decode_"))
+    count = device_figures.multiprocessors_of(r) if counts else 0
     return Figures(arch, count, clusters_at_once, lambda: device_figures.memory_rate_of(r))
 
 

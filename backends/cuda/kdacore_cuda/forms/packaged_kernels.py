@@ -7,9 +7,10 @@ from itertools import chain, product
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, has_hopper_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.choice import SCANNERS, RecurrentMode, cluster_sizes, has_hopper_recompute
+from kdacore_cuda.choice import SCANNERS, RecurrentMode, cluster_sizes, decode_splits, has_hopper_recompute
 from kdacore_cuda.forms.backward import kernels as backward
 from kdacore_cuda.forms.dataflow import kernels as dataflow
+from kdacore_cuda.forms.decode import kernels as decode
 from kdacore_cuda.forms.fused import kernels as fused
 from kdacore_cuda.forms.gated_delta import kernels as gated_delta
 from kdacore_cuda.forms.recurrent import kernels as recurrent
@@ -20,6 +21,7 @@ from kdacore_cuda.gated_delta_variant import PACKAGED, Variant, cut_variant
 from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
+_DECODE_MODES = RecurrentMode.GENERAL, RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
 _RECORD_MODES = RecurrentMode.GENERAL, RecurrentMode.CONTIGUOUS
 _WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
 
@@ -38,6 +40,7 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         _each(recurrent.records_kernel, *states, _RECORD_MODES),
         _each(recurrent.record_tokens_kernel, HEAD_DIMS),
         _each(recurrent.commit_kernel, *states),
+        *[_of_decode(mode, bf16_state, arch) for mode in _DECODE_MODES for bf16_state in _EITHER],
     ]
     kernels += _of_hopper() if arch == HOPPER else []
     for K in HEAD_DIMS:
@@ -48,6 +51,13 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
 def _each(function: Callable[..., Kernel], *values: Iterable[object]) -> Iterator[Kernel]:
     """The kernels that a function gives for all combinations of values of its arguments."""
     return (function(*arguments) for arguments in product(*values))
+
+
+def _of_decode(mode: RecurrentMode, bf16_state: bool, arch: str) -> Iterator[Kernel]:
+    """The kernels of the fused decode step; those for one token have one head dim."""
+    head_dims = HEAD_DIMS if mode == RecurrentMode.GENERAL else (128,)
+    splits = decode_splits(mode, bf16_state, arch)
+    return _each(decode.decode_kernel, head_dims, _EITHER, (bf16_state,), splits, (mode,))
 
 
 def _of_hopper() -> list[Iterator[Kernel]]:

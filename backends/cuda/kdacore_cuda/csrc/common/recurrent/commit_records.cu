@@ -2,6 +2,8 @@
 // without a row of records, are left alone. Grid: as of recurrent.cu.
 #include "common/recurrent/records.cuh"
 
+KDA_SHARED_BYTES(STEP_BYTES);
+
 KDA_KERNEL(WARPS * 32, MIN_BLOCKS) commit_records(KDA_PARAM RecurrentRecordsParams p) {
   KDA_SHARED(memory);
   constexpr u32 slices = V / COLUMNS;

@@ -22,6 +22,7 @@
 #include "common/recurrent/records.cuh"
 
 using Raw = RawToken<TOKEN_CHANNELS>;
+KDA_SHARED_BYTES(STEP_BYTES);
 
 // Zeros for the output of all tokens of a sequence.
 __device__ __forceinline__ void store_zeros(const RecurrentParams& p, Item it, const LanePosition& at) {

@@ -35,7 +35,7 @@ struct TokenMemory {
 struct SharedMemory {
   TokenMemory tokens[2];  // even and odd ones
 };
-KDA_SHARED_BYTES(sizeof(SharedMemory));
+constexpr u32 STEP_BYTES = sizeof(SharedMemory);
 constexpr u32 TOKEN_BYTES = sizeof(TokenInputs), SUM_BYTES = sizeof(PartSums),
               HALF_BYTES = sizeof(TokenMemory);
 

@@ -9,7 +9,7 @@ constexpr int LANES = K / VECTOR;   // lanes along K
 constexpr int GROUPS = 32 / LANES;  // rows side by side
 static_assert(COLUMNS == WARPS * ROWS * GROUPS, "as the host counts blocks");
 static_assert(ROWS <= LANES, "each lane ends with the sums of one row");
-KDA_SHARED_BYTES(0);
+constexpr u32 STEP_BYTES = 0;  // of shared memory
 
 constexpr int TOKEN_CHANNELS = VECTOR;
 

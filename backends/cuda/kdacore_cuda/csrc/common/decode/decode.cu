@@ -1,0 +1,371 @@
+// fused_decode_kda and fused_decode_gated_delta_rule: the step that servers decode with, in one launch. For each
+// token: convolution of q, k and v with SiLU, the recurrence of recurrent.cu, the gated norm of its output.
+//
+// Grid: a cluster of CLUSTER blocks takes a sequence and key head. Its value heads are computed HEADS_AT_ONCE side
+// by side, each by SLICES blocks that have COLUMNS columns of V. So what several value heads read, the windows of q
+// and k, is written by one block, after a barrier that says that all have read it; and the sum over V, which the norm
+// needs, is that of one block, or is exchanged in the cluster's shared memory.
+//
+// As in recurrent.cu the time depends on how soon the loads of the state are issued: they follow those of the windows
+// as soon as the pool's row is known. Convolution, gate and norms are computed meanwhile, a channel a thread.
+#include "common/clear_rows.cuh"
+#include "common/decode/gated_norm.cuh"
+
+// Elements from the start of an array to a sequence's first token.
+struct TokenPlaces {
+  Offset x, g, beta, z, o;
+};
+
+// Length and places of a sequence's tokens, for a value head.
+__device__ __forceinline__ TokenPlaces locate_tokens(const DecodeParams& p, Item& it) {
+  Offset batch = it.n, first = 0;
+  it.length = ONE ? 1 : (int)p.T;
+  if (!PLAIN && p.cu_seqlens) {
+    const bool wide = p.flags & FLAG_CU64;
+    first = load_number(p.cu_seqlens, it.n + it.zero, wide);
+    it.length = load_number(p.cu_seqlens, it.n + 1 + it.zero, wide) - (int)first;
+    batch = 0;
+  }
+  if (it.length > MOST_TOKENS) it.length = MOST_TOKENS;  // a call may have no more
+  const Offset hv = it.hv;
+  return {batch * (Offset)p.x_sb + first * (Offset)p.x_st,
+          batch * (Offset)p.g_sb + first * (Offset)p.g_st + hv * (Offset)p.g_sh,
+          batch * (Offset)p.beta_sb + first * (Offset)p.beta_st + hv * (Offset)p.beta_sh,
+          batch * (Offset)p.z_sb + first * (Offset)p.z_st + hv * (Offset)p.z_sh,
+          ((batch * (Offset)(ONE ? 1 : p.T) + first) * p.HV + hv) * V};
+}
+
+// What a thread loads of a token: the channel of q or k that it owns, the column of v, the gate of a channel.
+struct Inputs {
+  Channel qk, v;
+  Bits<1> g, beta;
+};
+__device__ __forceinline__ bool owns_column() { return thread_index() < COLUMNS; }
+__device__ __forceinline__ bool owns_gate() { return thread_index() >= K; }  // of the channel of k
+
+__device__ __forceinline__ void load_token_inputs(const DecodeParams& p, Inputs& in, const TokenPlaces& at,
+                                                  const Item& it) {
+  in.qk.x = load_elements<1>(p.x, at.x + in.qk.index, x_type(p));
+  if (owns_column()) in.v.x = load_elements<1>(p.x, at.x + in.v.index, x_type(p));
+  const int channel = thread_index() - K;
+  if (owns_gate()) in.g = load_elements<1>(p.g, at.g + (scalar_gate(p) ? it.zero : channel), g_type(p));
+  in.beta = load_elements<1>(p.beta, at.beta + it.zero, beta_type(p));
+}
+__device__ __forceinline__ void next_token(const DecodeParams& p, TokenPlaces& at) {
+  at.x += (Offset)p.x_st, at.g += (Offset)p.g_st, at.beta += (Offset)p.beta_st;
+}
+
+// Of several tokens the weights stay in shared memory, as each thread left its own there.
+__device__ __forceinline__ void keep_weights(const Channel& c, u32 memory, int place) {
+  const u32 to = memory + OFFSET(DecodeMemory, weights) + (u32)sizeof(uint4) * place;
+  store_shared(to, c.weight.w[0], c.weight.w[1], c.weight.w[2], c.weight.w[3]);
+}
+__device__ __forceinline__ void fetch_weights(Channel& c, u32 memory, int place) {
+  if (ONE) return;
+  const uint4 x = load_shared_u4(memory + OFFSET(DecodeMemory, weights) + (u32)sizeof(uint4) * place);
+  c.weight = {x.x, x.y, x.z, x.w};
+}
+
+// The convolved token, to shared memory.
+__device__ __forceinline__ void stage_inputs(const DecodeParams& p, Inputs& in, const ChannelGates<1>& gate, u32 memory,
+                                             int odd) {
+  const int thread = thread_index();
+  const u32 own = memory + odd * (u32)sizeof(StagedToken) + 4 * thread;  // q, and behind it k
+  if (has_conv(p)) fetch_weights(in.qk, memory, thread);
+  store_shared(own, __float_as_uint(convolve(p, in.qk)));
+  if (owns_gate()) {
+    float decay[1] = {to_float(in.g, g_type(p))};
+    decays(p, decay, gate);
+    store_shared(own + OFFSET(StagedToken, decay) - 4 * K, __float_as_uint(decay[0]));
+  }
+  if (owns_column()) {
+    if (has_conv(p)) fetch_weights(in.v, memory, 2 * K + thread);
+    store_shared(own + OFFSET(StagedToken, v), __float_as_uint(convolve(p, in.v)));
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void read_floats(float (&x)[N], u32 from) {
+  if constexpr (N == 1) x[0] = load_shared1(from);
+#pragma unroll
+  for (int i = 0; i + 3 < N; i += 4) {
+    const float4 y = load_shared4(from + 4 * i);
+    x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+  }
+}
+
+// This lane's channels of a staged token.
+__device__ __forceinline__ Token<TOKEN_CHANNELS> read_token(const DecodeParams& p, u32 from, const LanePosition& at,
+                                                            const Bits<1>& raw_beta) {
+  Token<TOKEN_CHANNELS> x;
+  const u32 own = from + 4 * at.channel;
+  read_floats(x.q, own);
+  read_floats(x.k, own + OFFSET(StagedToken, k));
+  read_floats(x.d, own + OFFSET(StagedToken, decay));
+  x.qq = x.kk = x.qk = 0.0f;
+#pragma unroll
+  for (int i = 0; i < TOKEN_CHANNELS; ++i) {
+    x.qq = multiply_add(x.q[i], x.q[i], x.qq);
+    x.kk = multiply_add(x.k[i], x.k[i], x.kk);
+    x.qk = multiply_add(x.q[i], x.k[i], x.qk);
+  }
+  x.beta = to_float(raw_beta, beta_type(p));
+  if (p.flags & FLAG_BETA_SIGMOID) x.beta = sigmoid(x.beta);
+  if (p.flags & FLAG_NEG_EIGVAL) x.beta *= 2.0f;
+  return x;
+}
+
+__device__ __forceinline__ void write_floats(u32 to, const float (&x)[OUT]) {
+  if constexpr (OUT == 1) {
+    store_shared(to, __float_as_uint(x[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < OUT; i += 4)
+      store_shared(to + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
+                   __float_as_uint(x[i + 3]));
+  }
+}
+
+// One block's part: columns of a value head of a sequence.
+struct Part {
+  int slice, first;  // of the head's columns; the rank of the first block that has columns of the head
+  u32 memory;
+};
+__device__ __forceinline__ Unit unit_of(int pass, const Part& part) { return unit_of(pass, part.slice, part.memory); }
+
+// Zeros for the outputs of a sequence without a slot.
+__device__ __forceinline__ void store_zeros(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                            const Part& part) {
+#pragma unroll 1
+  for (int pass = 0; pass * PASS_TOKENS < it.length; ++pass) {
+    const Unit unit = unit_of(pass, part);
+    if (unit.token < it.length)
+      store_four(p.o, (long long)(at.o + (Offset)unit.token * p.HV * V + unit.column), x_type(p),
+                 make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  }
+}
+
+constexpr int PASSES = (MOST_TOKENS + PASS_TOKENS - 1) / PASS_TOKENS;
+
+// What the norm of a unit's token reads, not yet converted.
+struct NormInputs {
+  Bits<4> weight, z;
+};
+__device__ __forceinline__ NormInputs load_norm_inputs(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                                       const Unit& unit) {
+  NormInputs r = {};
+  if (!p.norm_weight || unit.token >= it.length) return r;
+  r.weight = load_norm_weight(p, it.hv, unit.column);
+  if (p.z) r.z = load_z(p, at.z + unit.token * (Offset)p.z_st, unit.column);
+  return r;
+}
+// Those of all tokens, ready for the norm; `first`: of the first pass.
+__device__ __forceinline__ void stage_norm(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                           const Part& part, const NormInputs& first) {
+  if (!p.norm_weight) return;
+  const Unit unit = unit_of(0, part);
+  if (unit.token < it.length) store_factors(p, unit, first.weight, first.z);
+#pragma unroll 1
+  for (int pass = 1; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
+    const Unit more = unit_of(pass, part);
+    const NormInputs in = load_norm_inputs(p, it, at, more);
+    if (more.token < it.length) store_factors(p, more, in.weight, in.z);
+  }
+}
+
+// Sums of squares of all tokens to the blocks that have columns of the head.
+__device__ __forceinline__ void exchange_squares(const Item& it, const Part& part) {
+  const u32 bar = part.memory + OFFSET(DecodeMemory, received);
+  if (thread_index() == 0)
+    barrier_expect_remote(cluster_address(bar, part.first + part.slice), 4 * SLICES * it.length);
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
+    const Unit unit = unit_of(pass, part);
+    const float sum = sum_of_squares(load_shared4(unit.outputs));
+    if (unit.token < it.length && thread_index() % UNITS == 0) send_squares(unit, part.slice, part.first, sum, bar);
+  }
+}
+
+// All outputs, from shared to device memory.
+__device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                              const Part& part) {
+  if (SLICES > 1 && p.norm_weight) barrier_wait(part.memory + OFFSET(DecodeMemory, received), 0);
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
+    const Unit unit = unit_of(pass, part);
+    float4 o = load_shared4(unit.outputs);
+    if (p.norm_weight) {
+      const float squares = SLICES > 1 ? received_squares(unit) : sum_of_squares(o);
+      if (unit.token < it.length) o = normed(p, o, squares, unit);
+    }
+    if (unit.token < it.length)
+      store_four(p.o, (long long)(at.o + (Offset)unit.token * p.HV * V + unit.column), x_type(p), o);
+  }
+}
+
+// The state after the last token, or zeros for padding where its row is written nevertheless. `to_bits`: of one token,
+// the row.
+__device__ __forceinline__ void store_final_state(const DecodeParams& p, const Item& it,
+                                                  const float (&s)[ROWS][VECTOR], u64 target, Number to_bits,
+                                                  bool padding) {
+  if (!p.ht || (!ONE && p.flags & FLAG_SCATTER_TOKENS)) return;
+  const bool indexed = p.flags & FLAG_INDEXED_OUT;
+  if (!ONE && indexed) to_bits = load_row_written(p, it);
+  const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
+  if (!indexed || (is_slot(p, to) && !padding))
+    store_state(s, target + STATE_BYTES * (to * p.ht_row), whole_rows(p.ht, p.ht_row));
+}
+
+// All tokens of a sequence and value head. `last`: this block takes no other head of the sequence after it.
+__device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int h, bool last, const Part& part,
+                                            const LanePosition& lane, const Start& start) {
+  const int thread = thread_index(), slice = part.slice;
+  const long long own = (long long)it.hv * (K * V) + first_element(lane);  // of a pool row
+
+  // 1. Issue all loads: the first token; the window and the state, as soon as their rows are known.
+  const WindowRow window_row = load_window_row(p, it);
+  TokenPlaces at = locate_tokens(p, it);
+  Inputs in;
+  in.qk.index = (thread < K ? h * K : (p.H + h - 1) * K) + thread;
+  in.v.index = 2 * p.H * K + it.hv * V + slice * COLUMNS + thread;
+  if (has_conv(p)) {
+    load_weights(p, in.qk);
+    if (owns_column()) load_weights(p, in.v);
+  }
+  RawGate<1> raw_gate;
+  if (owns_gate()) raw_gate = load_gate<1>(p, it, thread - K);
+  NormInputs norm_inputs;
+  if (it.length > 0) {
+    load_token_inputs(p, in, at, it);
+    norm_inputs = load_norm_inputs(p, it, at, unit_of(0, part));
+  }
+  // The row of the final state. Of one token it is loaded ahead; else it would take registers.
+  Number to_bits;
+  if (ONE && p.flags & FLAG_INDEXED_OUT) to_bits = load_row_written(p, it);
+
+  const int from = row_of(p, start);
+  const bool padding = !start.known && !is_slot(p, from), reads = from >= 0 && !padding && start.has_initial;
+  const int length = padding ? 0 : it.length;
+  WindowPlace windows = {-1, -1, window_row.preceding};
+  if (has_conv(p)) {
+    const int row = ONE ? from : row_of(p, window_row);
+    if (is_slot(p, row) && !padding) windows.to = row;
+    if (reads) windows.from = windows.to;
+    const Window before = window_before(p, it, windows);
+    load_window(p, before, in.qk);
+    if (owns_column()) load_window(p, before, in.v);
+  }
+  uint4 bits[ROWS];
+  if (reads) {
+    load_state(bits, p.h0 + STATE_BYTES * ((long long)from * p.h0_row + own), whole_rows(p.h0, p.h0_row));
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
+  }
+
+  // 2. Gate and convolution of the first token, while the state is loaded.
+  ChannelGates<1> gate;
+  if (owns_gate()) gate = finish_gate(p, raw_gate);
+  if (!ONE && has_conv(p)) {
+    keep_weights(in.qk, part.memory, thread);
+    if (owns_column()) keep_weights(in.v, part.memory, 2 * K + thread);
+  }
+  if (length > 0) {
+    stage_inputs(p, in, gate, part.memory, 0);
+    stage_norm(p, it, at, part, norm_inputs);
+  }
+  if (CLUSTER > 1 && PLAIN) wait_cluster();  // all blocks have begun
+  // A window that only this block reads is written as soon as one token has moved it on.
+  const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && last && thread == 0;
+  const u32 read = part.memory + OFFSET(DecodeMemory, read);
+  if (ONE && writes) {
+    if (owns_column()) leave_windows(p, it, windows, in.v, at.x, length);
+    if (CLUSTER == 1) leave_windows(p, it, windows, in.qk, at.x, length);
+  }
+  float s[ROWS][VECTOR];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
+
+  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
+  const u64 target = p.ht + STATE_BYTES * own;
+  const Offset first_x = at.x;
+  const bool scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
+#pragma unroll 1
+  for (int t = 0; t < length; ++t) {
+    const u32 staged = part.memory + (t & 1) * (u32)sizeof(StagedToken);
+    const u32 column = 4 * (lane.v - slice * COLUMNS);
+    sync_block();  // the token is staged, and this block's loads of the windows have come
+    if (t == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
+    float v[OUT], o[OUT], update[OUT];
+    read_floats(v, staged + OFFSET(StagedToken, v) + column);
+    Tokens tokens;
+    stage_token(tokens, lane, read_token(p, staged, lane, in.beta), t & 1);
+    const bool more = !ONE && t + 1 < length;
+    if (more) {
+      next_token(p, at);
+      load_token_inputs(p, in, at, it);
+    }
+    step(p, s, lane, tokens, v, o, update, t & 1, [&] {
+      if (more) stage_inputs(p, in, gate, part.memory, ~t & 1);
+    });
+    if (lane.writes) write_floats(part.memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * t + column, o);
+    if (scatter && t < p.writes_row) {
+      const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
+      if (is_slot(p, row))
+        store_state(s, target + STATE_BYTES * (row * p.ht_row), whole_rows(p.ht, p.ht_row));
+    }
+  }
+
+  // 4. What the tokens leave.
+  if (length == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
+  if (length > 0) sync_block();  // all outputs are there
+  if (SLICES > 1 && p.norm_weight && length > 0) exchange_squares(it, part);
+  store_final_state(p, it, s, target, to_bits, padding);
+  if (!ONE && writes && owns_column()) leave_windows(p, it, windows, in.v, first_x, length);
+  if (length > 0) store_outputs(p, it, at, part);
+  if (padding) store_zeros(p, it, at, part);
+  if ((!ONE || CLUSTER > 1) && writes && last && slice == 0 && part.first == 0) {
+    if (CLUSTER > 1) barrier_wait(read, 0);
+    leave_windows(p, it, windows, in.qk, first_x, length);
+  }
+}
+
+// Barriers between the blocks of the cluster. The other half is wait_cluster().
+__device__ __forceinline__ void begin_cluster(u32 memory) {
+  if (thread_index() == 0) {
+    barrier_init(memory + OFFSET(DecodeMemory, received), 1);
+    barrier_init(memory + OFFSET(DecodeMemory, read), CLUSTER);
+    fence_barrier_init();
+  }
+  arrive_cluster_begun();
+}
+
+KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodeParams p) {
+  KDA_SHARED(memory);
+  const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
+  if (p.fills_device) launch_dependents();
+  wait_for_inputs();
+  if (!p.fills_device) launch_dependents();
+  Item it;
+  it.n = (int)((u64)task * p.h_factor >> p.h_shift);   // task / H
+  it.zero = (int)((u64)thread_index() >> p.h_shift);  // the shift is 31 or more
+  const Start start = start_of(p, it);
+  const int h = (int)task - it.n * p.H;
+  const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
+  if constexpr (CLUSTER > 1) begin_cluster(part.memory);
+  const LanePosition lane = make_position(part.slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
+  const int first_head = rank / SLICES;
+  if constexpr (PLAIN) {
+    it.hv = h * HEADS_AT_ONCE + first_head;
+    decode_head(p, it, h, true, part, lane, start);
+    return;
+  }
+  if (CLUSTER > 1) wait_cluster();
+#pragma unroll 1
+  for (int head = first_head; head < p.group; head += HEADS_AT_ONCE) {
+    it.hv = h * p.group + head;
+    decode_head(p, it, h, head + HEADS_AT_ONCE >= p.group, part, lane, start);
+  }
+  const long long row_bytes = (long long)p.HV * V * type_size(x_type(p));
+  clear_tail(p, row_bytes, {block * THREADS + thread_index(), (u32)grid_blocks() * THREADS});
+}

@@ -1,0 +1,1 @@
+"""The fused decode ops in one launch."""

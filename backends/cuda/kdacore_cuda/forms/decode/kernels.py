@@ -1,0 +1,44 @@
+"""The kernels of the fused decode step: how each is compiled, and with that the blocks of a launch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kdacore.types import Request
+from kdacore_cuda.choice import RecurrentMode, Split
+from kdacore_cuda.kernel_parameters import DECODE
+from kdacore_cuda.runtime.kernel import Kernel, make_kernel
+
+_WARP_CHANNELS = 16
+"""Channels of K for each warp of a block: a thread owns one of q's or k's."""
+
+
+@cache
+def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode) -> Kernel:
+    """The kernel for one head dim, K = V, state layout, state dtype, division among blocks, and
+    mode: the calls that it serves."""
+    warps, columns = K // _WARP_CHANNELS, K // split.slices
+    elements = 8 if bf16_state else 4
+    return make_kernel(
+        *("common/decode/decode", DECODE),
+        K_DIM=K,
+        WARPS=warps,
+        ROWS=K * columns // (elements * 32 * warps),
+        PARTS=1,
+        MIN_BLOCKS=_MIN_BLOCKS[K, split.slices],
+        COLUMNS=columns,
+        V_FIRST=v_first,
+        STATE_BF16=bf16_state,
+        MODE=mode,
+        CLUSTER=split.blocks,
+    )
+
+
+_MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 5}
+"""Head dim and blocks of a value head -> blocks that a multiprocessor must have registers for. Heads are shared where
+there are no more blocks than multiprocessors."""
+
+
+def grid_blocks(r: Request, split: Split) -> int:
+    """Blocks of a launch."""
+    return r.N * r.H * split.blocks

@@ -1,0 +1,136 @@
+"""The launch of the fused decode ops as data."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from kdacore.types import Request
+from kdacore_cuda.choice import RecurrentMode, Split, decode_split
+from kdacore_cuda.forms.choice_on_device import chosen, figures_of
+from kdacore_cuda.forms.decode import kernels
+from kdacore_cuda.forms.launches import ROWS, Launches, arguments_of
+from kdacore_cuda.kernel_parameters import DECODE, FLAGS, GATES, TYPES
+from kdacore_cuda.request_encoding import division, dtypes_of, items_for_choice, strides_behind, token_flags
+from kdacore_cuda.runtime.device_figures import arch_of
+from kdacore_cuda.runtime.plan_cache import FamilyCache
+from kdacore_cuda.runtime.program import Launch, Program
+
+ARGUMENTS = (
+    *("x", "g", "beta", "A_log", "dt_bias", "conv_weight", "conv_bias", "conv_state", "conv_indices"),
+    *("conv_windows", "z", "norm_weight", "cu_seqlens", "initial_state", "state_indices"),
+    *("num_accepted_tokens", "has_initial_state"),
+)
+"""Arguments of the op that the launch takes."""
+ARRAYS = (*ARGUMENTS, "o", "final_state", "write_indices")
+STRIDED: dict[str, tuple[str, ...]] = {
+    "x": ("x_sb", "x_st", ""),
+    "g": ("g_sb", "g_st", "g_sh"),
+    "beta": ("beta_sb", "beta_st", "beta_sh"),
+    "z": ("z_sb", "z_st", "z_sh", "z_sv"),
+    "conv_state": ("conv_sr", "conv_sc", "conv_sl"),
+    "conv_windows": ("window_sr", "window_st", "window_sl", "window_sc"),
+}
+"""Arrays that may lie in any way -> the numbers that their strides are; an empty one must be 1."""
+_STRIDES = tuple([name for names in STRIDED.values() for name in names if name])
+_FIELDS = {**arguments_of(DECODE), "indices": "state_indices", "accepted": "num_accepted_tokens"}
+FULL_DEVICE_ITEMS = 128
+"""Sequences and value heads from which the next launch may be placed before this one starts, as for the recurrent
+kernels."""
+_OF_TOKENS = (
+    *("norm_sh", "h_factor", "h_shift", "group", "taps", "x_type", "conv_weight_type", "conv_bias_type"),
+    *("z_type", "norm_type", "wide_conv", "writes_conv", "keeps_candidates", "silu", "norm_eps"),
+    *("T", "H", "HV", "null_index", "gate", "flags", "g_type", "beta_type", "bias_type", "scale"),
+    "lower_bound",
+)
+_NUMBERS = (
+    *(*_STRIDES, *ROWS, *_OF_TOKENS),
+    *("indices_row", "writes_row", "N", "fills_device", "z_whole", "blocks"),
+)
+
+
+def launches_of(r: Request, is_plain: bool = True) -> Launches:
+    """The launch of a call, with the numbers of contiguous arrays. ``is_plain``: the arrays lie as the kernels for one
+    token read them."""
+    split, mode = chosen(r).split, chosen(r).mode
+    if split is None:
+        raise ValueError(f"{r.op}: no fused decode step")
+    if mode != RecurrentMode.GENERAL and not is_plain:
+        mode = RecurrentMode.GENERAL
+        split = decode_split(r, mode, items_for_choice(r), figures_of(r))
+    row = r.HV * r.K * r.V
+    numbers: dict[str, float] = {
+        **_of_tokens(r, r.T),
+        **strides_of(r, {name: contiguous_strides(r, name) for name in STRIDED}),
+        **dict.fromkeys(ROWS, row),
+        "indices_row": _width(r, "state_indices", r.state_indices_ndim),
+        "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
+        "N": r.N,
+        "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
+        "z_whole": 1,
+        "blocks": kernels.grid_blocks(r, split),
+    }
+    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16"
+    return Launches(_program(*kind, split, mode), numbers, arch_of(r))
+
+
+def contiguous_strides(r: Request, name: str) -> tuple[int, ...]:
+    """Strides of an array that is contiguous; none of one that was not given."""
+    return strides_behind(r.spec(name).shape[1:]) if r.has(name) else ()
+
+
+def strides_of(r: Request, strides: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """The numbers that are strides, from those of the arrays of :data:`STRIDED`; 0 of one that was not given."""
+    found = dict.fromkeys(_STRIDES, 0)
+    for name, of_array in strides.items():
+        found |= {number: step for number, step in zip(STRIDED[name], of_array, strict=False) if number}
+    return found
+
+
+def _axes_of_written(r: Request) -> int:
+    """Of the array with the rows that are written, 0 without."""
+    return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
+
+
+def _width(r: Request, name: str, axes: int) -> int:
+    """Rows that an index array of so many axes names for each sequence; 0 if it was not given."""
+    return axes if axes < 2 else r.spec(name).shape[1]
+
+
+def _make_of_tokens(r: Request) -> dict[str, Any]:
+    """The numbers :data:`_OF_TOKENS`, which depend on no lengths but the tokens of a sequence."""
+    dtypes = dtypes_of(r)
+    written, axes = r.written_indices if r.inplace_state else "", _axes_of_written(r)
+    scatter = axes == 2 and (r.packed or r.T > 1)
+    flags = (
+        token_flags(r, dtypes)
+        | FLAGS["SCALAR_GATE"] * r.scalar_gate
+        | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
+        | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
+        | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
+        | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
+        | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
+    )
+
+    def type_of(name: str) -> int:
+        return TYPES[dtypes[name]] if name in dtypes else 0
+
+    per_head = r.has("norm_weight") and len(r.spec("norm_weight").shape) == 2
+    has_conv = r.has("conv_weight")
+    values = (
+        *(r.V * per_head, *division(r.H), r.HV // r.H, r.spec("conv_weight").shape[1] if has_conv else 0),
+        *map(type_of, ("x", "conv_weight", "conv_bias", "z", "norm_weight")),
+        *(dtypes.get("conv_indices") == "int64", has_conv and r.inplace_state, axes == 2),
+        *(r.norm_activation == "silu", r.norm_eps, r.T, r.H, r.HV, r.null_index, GATES[r.gate], flags),
+        *(*map(type_of, ("g", "beta", "dt_bias")), r.scale, r.lower_bound or 0.0),
+    )
+    return dict(zip(_OF_TOKENS, values, strict=True))
+
+
+_of_tokens = FamilyCache(_make_of_tokens)
+
+
+@cache
+def _program(K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode) -> Program:
+    kernel = kernels.decode_kernel(K, v_first, bf16_state, split, mode)
+    return Program((Launch("decode", kernel, "blocks", _FIELDS),), ARRAYS, _NUMBERS)

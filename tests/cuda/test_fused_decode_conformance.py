@@ -1,0 +1,69 @@
+"""The conformance suite's cases of the fused decode ops, and random calls of them, whose kernels the CPU emulates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import emulated_backend
+import pytest
+from emulated_backend import NAME, run_emulated
+
+from kdacore.testing import matrix
+from kdacore.testing.cases import Case
+from kdacore.testing.random_cases import random_case
+from kdacore.testing.serving import judge
+from kdacore.testing.suite import run_case
+from kdacore.types import ArrayKind
+
+OPS = ("fused_decode_kda", "fused_decode_gated_delta_rule")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    with emulated_backend.registered(*OPS):
+        yield
+
+
+def cases(op: str, kind: ArrayKind) -> list[Case]:
+    """The op's cases, of heads that there are kernels for; not those of compilers."""
+    planned = matrix.plan(NAME, device="cpu", kinds=(kind,)).cases
+    eager = [c for c in planned if c.op == op and c.mode in ("eager", "jit")]
+    wide = [dataclasses.replace(c, shape=dataclasses.replace(c.shape, K=64, V=64)) for c in eager]
+    return [c for c in wide if not judge(c)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_torch(op: str, registered: None, emulated: list[str]) -> None:
+    run_emulated(cases(op, "torch"), emulated, "decode")
+
+
+def run_random(seeds: Iterable[int], launched: list[str]) -> None:
+    """Each call is right, declined, or one that must be refused; most are served, and each of those by the kernel."""
+    counts: Counter[str] = Counter()
+    problems = []
+    for seed in seeds:
+        launched.clear()
+        result = run_case(random_case(NAME, seed, "cpu", only=("torch",)))
+        counts.update((result.status, result.case.op))
+        if result.status == "failed":
+            problems.append(f"seed {seed}: {result.message}\n{result.case}")
+        if result.status == "declined":
+            assert not launched
+        elif result.case.check != "refusal":
+            assert launched and all(name.startswith("decode-") for name in launched), (
+                f"seed {seed}: {launched}"
+            )
+    assert not problems, "\n".join(problems)
+    assert counts["served"] > 2 * counts["declined"]
+    assert all(counts[op] for op in OPS)
+
+
+def test_some_random_calls(registered: None, emulated: list[str]) -> None:
+    run_random(range(15), emulated)
+
+
+@pytest.mark.exhaustive
+def test_many_random_calls(registered: None, emulated: list[str]) -> None:
+    run_random(range(15, 400), emulated)

@@ -23,8 +23,13 @@ VERSION = "0.1.0"
 VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
 
+DECODE_FEATURES = frozenset(
+    {"conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm", "records"}
+)
+"""What the fused decode ops have beside the recurrent ones."""
+
 _lazy = partial(lazy_function, "kdacore_triton")
-_NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler")
+_NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler", "norm_dims")
 _verify = SimpleNamespace(**{name: _lazy("verifiers", name) for name in _NAMES})
 """The functions of :mod:`kdacore_triton.verifiers`, imported by the first request that reaches one of them."""
 
@@ -74,6 +79,13 @@ def make_backend() -> Backend:
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "fast_path"),
     )
+    decode = _op(
+        _lazy("decode", "forward"),
+        *whole,
+        _verify.norm_dims,
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | DECODE_FEATURES | {"out"},
+        fast_path=_lazy("decode", "fast_path"),
+    )
     return Backend(
         name="triton",
         version=VERSION,
@@ -83,6 +95,8 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
+            "fused_decode_kda": decode,
+            "fused_decode_gated_delta_rule": decode,
             "kda_gate": _op(
                 _lazy("gate", "forward"), serves=GATE_FEATURES, backward=_lazy("gate", "backward")
             ),

@@ -1,0 +1,47 @@
+"""How much of a state a program of the decode kernel takes at once, and with how many warps. No torch, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdacore.types import Request
+from kdacore_triton import configs
+
+MAX_TILE = 128 * 256
+"""Elements of the largest tile: 64 registers a thread of 16 warps."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``BV`` columns of a state."""
+
+    BV: int
+    num_warps: int
+
+
+def padded(n: int) -> int:
+    """The smallest power of two not below ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def decode_tile(r: Request) -> Tile:
+    """The tile of a request.
+
+    The recurrent ops take what the kernel without records takes: the order in which sums are added up depends on it,
+    and states that are replayed have the bits of those that are written. The fused ops take whole heads, since the norm
+    is over all of v, as far as registers suffice.
+    """
+    if r.op.startswith("fused_recurrent"):
+        config = configs.get(
+            "recurrent",
+            r.device.arch,
+            K=r.K,
+            V=r.V,
+            rows=configs.MANY if r.batch_invariant else r.N * r.HV,
+            state="float32" if r.state_dtype == "float32" else "bfloat16",
+            v_first=r.state_v_first,
+        )
+        return Tile(min(config["BV"], padded(r.V)), config["num_warps"])
+    KP = padded(r.K)
+    BV = min(padded(r.V), MAX_TILE // KP)
+    return Tile(BV, max(1, min(16, KP * BV // 2048)))

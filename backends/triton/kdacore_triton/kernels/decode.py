@@ -55,6 +55,16 @@ def load_channels(p, i, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def computed_once(x):
+    """``x``, in a layout of its own.
+
+    A short row that a tile needs in another layout is otherwise loaded and computed again in that one by the compiler,
+    by every thread for all of its rows. It does not look through this maximum of two equal numbers.
+    """
+    return tl.max(tl.trans(tl.join(x, x)), 0)
+
+
+@triton.jit
 def source_row(n, state_indices, num_accepted_tokens, has_initial_state, index_row, null, READ: tl.constexpr):
     """``(row, own)``: where sequence n's state is read, negative for zeros, and its slot, negative when it is padding.
     """  # fmt: skip
@@ -331,6 +341,11 @@ def decode_kernel(
             yq, yk, decay, yb, qk = prepare(
                 yq, yk, xg, xb, bias, a_exp, scale, lower_bound, GATE, L2NORM, BETA
             )
+            yq = computed_once(yq)
+            yk = computed_once(yk)
+            yv = computed_once(yv.to(tl.float32))
+            if not SCALAR_GATE:
+                decay = computed_once(decay)
             S, y, update = step(S, yv, yq, yk, decay, yb, qk, SCALAR_GATE)
             if arrays.norm_weight is not None:
                 z = y

@@ -75,7 +75,7 @@ def make_backend() -> Backend:
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
+        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out", "records"},
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "fast_path"),
     )

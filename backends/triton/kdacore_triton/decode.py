@@ -50,7 +50,7 @@ Inputs = DecodeInputs | RecurrentInputs
 
 
 def forward(request: Request, inputs: Inputs) -> Outputs:
-    """Run the step; see ``DecodeInputs``, ``RecurrentInputs`` and ``Outputs`` for shapes and dtypes.
+    """Compute the step; see ``DecodeInputs``, ``RecurrentInputs`` and ``Outputs`` for shapes and dtypes.
 
     Any strides are served: tokens and parameters are copied only when their last dimension is not contiguous, what is
     written never, but for ``out``. Nothing syncs with the device, so the call can be captured in a CUDA graph once it
@@ -117,7 +117,7 @@ class DecodeLaunch:
     """One request with one set of strides: everything but the addresses."""
 
     __slots__ = (
-        "constexprs", "copied", "device", "fresh_o", "grid", "options", "prepared", "request", "scalars"
+        "constexprs", "copied", "device", "fresh_o", "grid", "num_warps", "prepared", "request", "scalars"
     )  # fmt: skip
 
     def __init__(self, plan: DecodePlan, x: Inputs) -> None:
@@ -132,7 +132,7 @@ class DecodeLaunch:
         rows = r.N + tail
         flat = rows > _MAX_GRID_Y
         self.grid: Grid = (r.H * rows, 1, 1) if flat else (r.H, rows, 1)
-        self.options = {"num_warps": tile.num_warps, "num_stages": 1}
+        self.num_warps = tile.num_warps
         o_strides = contiguous_strides(plan.o_shape)
         if x.out is not None and not self.fresh_o:
             o_strides = x.out.stride()
@@ -180,7 +180,9 @@ class DecodeLaunch:
             # Absent tensors are constants of the compiled kernel, so any number will do.
             self.prepared(addresses)
             return
-        prepared = launcher.prepare(self.grid, *tensors, *self.scalars, **self.options, **self.constexprs)
+        prepared = launcher.prepare(
+            self.grid, *tensors, *self.scalars, num_warps=self.num_warps, **self.constexprs
+        )
         if prepared is not None and not unaligned:
             self.prepared = prepared.fix(self.grid, *self.scalars)
 
@@ -247,9 +249,8 @@ _plan = PlanCache(DecodePlan)
 def _to_copy(r: Request, x: Inputs) -> tuple[str, ...]:
     """The inputs that the kernel cannot read where they lie."""
     last = _DENSE_LAST if r.scalar_gate else (*_DENSE_LAST, "g")
-    given = {name: getattr(x, name, None) for name in (*last, *_DENSE)}
-    bad = [name for name in last if given[name] is not None and given[name].stride(-1) != 1]
-    bad += [name for name in _DENSE if given[name] is not None and not given[name].is_contiguous()]
+    bad = [name for name in last if (a := getattr(x, name, None)) is not None and a.stride(-1) != 1]
+    bad += [name for name in _DENSE if (a := getattr(x, name, None)) is not None and not a.is_contiguous()]
     return tuple(bad)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
-from kdacore_triton import configs
+from kdacore_triton import configs, decode
 from kdacore_triton.gate_families import GATES, beta_kind
 from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
@@ -40,6 +40,8 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
     """
     plan = _plan(request)
+    if plan.with_records:
+        return decode.forward(request, inputs)
     if plan.rounds_after:
         return _rounded(request, inputs)
     launch = plan.launch_for(inputs)
@@ -104,7 +106,7 @@ class RecurrentPlan:
 
     __slots__ = (
         "device", "inplace", "launches", "o_shape", "request", "returns_state", "rounds_after", "state_dtype",
-        "state_shape",
+        "state_shape", "with_records",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -116,6 +118,7 @@ class RecurrentPlan:
         self.rounds_after = INTERPRETING and request.state_dtype == "bfloat16"
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
+        self.with_records = request.has("record_update")
         self.launches: dict[Any, RecurrentLaunch] = {}
 
     def launch_for(self, inputs: RecurrentInputs) -> RecurrentLaunch:
@@ -253,6 +256,8 @@ def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     :func:`forward` must be called.
     """
     plan = _plan(request)
+    if plan.with_records:
+        return decode.fast_path(request, inputs)
     launch = plan.launch_for(inputs)
     run, device, returns_state = launch.prepared, plan.device, plan.returns_state
     if run is None or launch.copied or not plan.inplace or (inputs.out is not None and launch.fresh_o):

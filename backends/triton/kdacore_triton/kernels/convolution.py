@@ -77,7 +77,7 @@ def load_window(conv, strides, rows, c, mask, TAPS: tl.constexpr):
 
 @triton.jit
 def line_at(x, x_token, i, mask, r1, r2, r3, m, TAPS: tl.constexpr):
-    """Place ``m`` in a window with the tokens behind it. ``x``: the first token's address, ``i``: offsets of channels."""
+    """Place ``m`` in a window with the tokens behind it. ``x``: address of the first token, ``i``: its channels."""
     behind = positive(i, m - (TAPS - 2))
     token = tl.maximum(m - (TAPS - 1), 0).to(tl.int64)
     value = tl.load(x + token * x_token + i, mask=mask & behind, other=0.0)

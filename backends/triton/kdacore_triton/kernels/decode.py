@@ -29,7 +29,6 @@ from .recurrent import (
     WRITE_EACH,
     WRITE_INDEXED,
     WRITE_NONE,
-    WRITE_SEQUENCE,
     load_state,
     prepare,
     step,
@@ -62,6 +61,13 @@ def computed_once(x):
     by every thread for all of its rows. It does not look through this maximum of two equal numbers.
     """
     return tl.max(tl.trans(tl.join(x, x)), 0)
+
+
+@triton.jit
+def target_tile(arrays, strides, row, hv, jk, jv, POOL: tl.constexpr):
+    """Addresses of a tile that is written, worked out late: they take as many registers as the tile."""
+    head = arrays.target + (row * strides.target_row + hv * strides.target_head)
+    return head + (jk * POOL.target_k + jv * POOL.target_v)
 
 
 @triton.jit
@@ -293,11 +299,6 @@ def decode_kernel(
             + cell_v * POOL.source_v
         )
         S = load_state(source, jk, mk[:, None], mv[None, :], row, True, MASK_S)
-        if WRITE != WRITE_NONE:
-            target = arrays.target + (
-                hv * state_strides.target_head + jk * POOL.target_k + cell_v * POOL.target_v
-            )
-
         bias = 0.0
         if arrays.dt_bias is not None:
             if SCALAR_GATE:
@@ -314,7 +315,7 @@ def decode_kernel(
         if RECORDS:
             S = replayed(S, records, record_strides, recorded, replays, h64, hv, ik, iv, mk, mv, SCALAR_GATE)
             kept = rounded(S, STATE, BY_HAND)
-            p = target + replayed_goal * state_strides.target_row
+            p = target_tile(arrays, state_strides, replayed_goal, hv, jk, cell_v, POOL)
             store_state(p, kept, jk, mk[:, None], mv[None, :], replayed_goal, True, MASK_S)
             S = tl.where(positive(jk + cell_v, recorded + 1), kept.to(tl.float32), S)
             tl.debug_barrier()  # records that were read are written below, by other threads perhaps
@@ -365,7 +366,7 @@ def decode_kernel(
                 )  # fmt: skip
             if WRITE == WRITE_EACH:
                 goal = tl.where(own < 0, -1, load_slot(table + t, null))
-                p = target + goal * state_strides.target_row
+                p = target_tile(arrays, state_strides, goal, hv, jk, cell_v, POOL)
                 kept = rounded(S, STATE, BY_HAND)
                 store_state(p, kept, jk, mk[:, None], mv[None, :], goal, True, MASK_S)
             at_q += strides.q_token
@@ -377,9 +378,9 @@ def decode_kernel(
             if arrays.z is not None:
                 at_z += z_strides.token
 
-        if WRITE == WRITE_SEQUENCE or WRITE == WRITE_INDEXED:
+        if WRITE != WRITE_NONE and WRITE != WRITE_EACH:
             S = tl.where(positive(jk + cell_v, own + 1), S, 0.0)
-            p = target + final_goal * state_strides.target_row
+            p = target_tile(arrays, state_strides, final_goal, hv, jk, cell_v, POOL)
             kept = rounded(S, STATE, BY_HAND)
             store_state(p, kept, jk, mk[:, None], mv[None, :], final_goal, True, MASK_S)
         if TAPS > 0 and INPLACE:

@@ -24,9 +24,21 @@ VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
 
 DECODE_FEATURES = frozenset(
-    {"conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm", "records"}
+    {"conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"}
 )
 """What the fused decode ops have beside the recurrent ones."""
+
+COMMIT_FEATURES = frozenset(
+    {
+        "conv",
+        "conv_indices",
+        "conv_windows",
+        "grouped_value_heads",
+        "null_index",
+        "state_v_first",
+        "write_indices",
+    }
+)
 
 _lazy = partial(lazy_function, "kdacore_triton")
 _NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler", "norm_dims")
@@ -72,10 +84,11 @@ def make_backend() -> Backend:
         slices=_lazy("slices", "slice_functions"),
         form=_lazy("chunk_forward_choice", "form"),
     )
+    decoding = SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out", "records"}
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out", "records"},
+        serves=decoding,
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "fast_path"),
     )
@@ -83,7 +96,7 @@ def make_backend() -> Backend:
         _lazy("decode", "forward"),
         *whole,
         _verify.norm_dims,
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | DECODE_FEATURES | {"out"},
+        serves=(decoding - {"initial_state"}) | DECODE_FEATURES,
         fast_path=_lazy("decode", "fast_path"),
     )
     return Backend(
@@ -97,6 +110,11 @@ def make_backend() -> Backend:
             "fused_recurrent_gated_delta_rule": recurrent,
             "fused_decode_kda": decode,
             "fused_decode_gated_delta_rule": decode,
+            "commit_records": _op(
+                _lazy("commit", "commit_records"),
+                *whole,
+                serves=COMMIT_FEATURES,
+            ),
             "kda_gate": _op(
                 _lazy("gate", "forward"), serves=GATE_FEATURES, backward=_lazy("gate", "backward")
             ),

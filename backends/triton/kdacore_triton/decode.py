@@ -13,6 +13,7 @@ import torch
 
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import DecodeInputs, FastCall, Outputs, RecurrentInputs, Request
+from kdacore_triton.decode_arguments import conv_strides, record_strides, strides_of, token_strides
 from kdacore_triton.decode_tiles import decode_tile
 from kdacore_triton.fixed_launch import PlanCache
 from kdacore_triton.gate_families import GATES, beta_kind
@@ -141,25 +142,25 @@ class DecodeLaunch:
         taps = r.spec("conv_weight").shape[1] if r.has("conv_weight") else 0
         self.scalars = (
             *(r.scale, r.lower_bound or 0.0, r.norm_eps, r.T, r.H),
-            *_token_strides(r, x),
-            *_strides(getattr(x, "z", None), 3),
+            *token_strides(r, x),
+            *strides_of(getattr(x, "z", None), 3),
             *o_strides[:3],
             *source[:2],
             *target[:2],
-            *_conv_strides(x),
-            *_record_strides(x),
+            *conv_strides(x),
+            *record_strides(x),
             r.V if r.has("norm_weight") and len(r.spec("norm_weight").shape) == 2 else 0,
             0 if x.state_indices is None else x.state_indices.stride(0),
             None if x.write_indices is None else x.write_indices.stride(0),
             r.null_index if r.null_index >= 0 else None,
         )
-        self.constexprs = {
+        self.constexprs: dict[str, Any] = {
             "K": r.K, "V": r.V, "KP": next_power_of_2(r.K), "BV": tile.BV, "GROUP": r.HV // r.H,
             "POOL": CellStrides(*source[2:], *target[2:]), "GATE": GATES[r.gate], "SCALAR_GATE": r.scalar_gate,
             "L2NORM": r.qk_l2norm, "BETA": beta_kind(r), "READ": read_mode(r, x), "WRITE": write_mode(r),
             "INPLACE": r.inplace_state, "PACKED": r.packed, "ONE": r.T == 1 and not r.packed, "FLAT": flat,
             "TAIL": tail, "TAPS": taps, "ACTIVATION": int(_ACTIVATIONS[r.norm_activation].value),
-            "BY_HAND": INTERPRETING,
+            "OTHER_POOL": r.write_pool_size > 0, "BY_HAND": INTERPRETING,
         }  # fmt: skip
 
     def tensors(self, x: Inputs, o: torch.Tensor, target: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -252,38 +253,3 @@ def _to_copy(r: Request, x: Inputs) -> tuple[str, ...]:
     bad = [name for name in last if (a := getattr(x, name, None)) is not None and a.stride(-1) != 1]
     bad += [name for name in _DENSE if (a := getattr(x, name, None)) is not None and not a.is_contiguous()]
     return tuple(bad)
-
-
-def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if x is None else x.stride()[:count]
-
-
-def _token_strides(r: Request, x: Any) -> tuple[int, ...]:
-    """Strides of q, k, v, g and beta over batch, token and head."""
-    if "x" in x._fields:
-        row = x.x.stride()[:2]
-        tokens = (*row, r.K, *row, r.K, *row, r.V)
-    else:
-        tokens = (*x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3])
-    return (*tokens, *x.g.stride()[:3], *x.beta.stride()[:3])
-
-
-def _conv_strides(x: Any) -> tuple[int, ...]:
-    """The members of ``ConvolutionStrides``."""
-    state, windows = getattr(x, "conv_state", None), getattr(x, "conv_windows", None)
-    return (
-        *_strides(getattr(x, "conv_weight", None), 2),
-        *_strides(state, 3),
-        0 if state is None else state.shape[2],
-        *_strides(windows, 4),
-        0 if windows is None else windows.shape[1],
-    )
-
-
-def _record_strides(x: Any) -> tuple[int, ...]:
-    """The members of ``CandidateRecordStrides``."""
-    if x.record_update is None:
-        return (0,) * 13
-    parts = (x.record_update, x.record_key, x.record_decay)
-    strides = [s for part in parts for s in (*part.stride(), 0)[:4]]
-    return (*strides, x.record_update.shape[1])

@@ -45,3 +45,10 @@ def decode_tile(r: Request) -> Tile:
     KP = padded(r.K)
     BV = min(padded(r.V), MAX_TILE // KP)
     return Tile(BV, max(1, min(16, KP * BV // 2048)))
+
+
+def commit_tile(r: Request) -> Tile:
+    """The tile of ``commit_records``, whose programs share nothing: columns enough for rows of 64 bytes and more."""
+    KP = padded(r.K)
+    BV = min(padded(r.V), max(16, 4096 // KP))
+    return Tile(BV, max(1, min(4, KP * BV // 2048)))

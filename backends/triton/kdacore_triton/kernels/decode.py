@@ -155,7 +155,8 @@ def decode_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, POOL: tl.constexpr,
     GATE: tl.constexpr, SCALAR_GATE: tl.constexpr, L2NORM: tl.constexpr, BETA: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, INPLACE: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
-    TAIL: tl.constexpr, TAPS: tl.constexpr, ACTIVATION: tl.constexpr, BY_HAND: tl.constexpr,
+    TAIL: tl.constexpr, TAPS: tl.constexpr, ACTIVATION: tl.constexpr, OTHER_POOL: tl.constexpr,
+    BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Grid: (H, N, 1), or (H * N, 1, 1) when ``FLAT``.
 
@@ -163,7 +164,7 @@ def decode_kernel(
     value heads read one query/key head. ``TAPS``: width of the convolution, 0 without. A tile is ``BV`` columns of a
     state; with a norm it has them all. ``ONE``: exactly one token per sequence, not packed. ``TAIL``: one more sequence
     in the grid, whose programs write zeros to the rows of ``o`` behind the pack. ``INPLACE``: the caller's pool is
-    written, and so are the convolution's states and windows.
+    written, and so are the convolution's states and windows. ``OTHER_POOL``: it is not the one that is read.
 
     ``index_row`` and ``write_row`` are the strides of ``state_indices`` and ``write_indices`` over sequences; ``null``
     is the row that names no slot, besides negative ones. A sequence that is padding is computed like any other from
@@ -257,6 +258,8 @@ def decode_kernel(
     final_goal = goal
     if RECORDS:
         replayed_goal = tl.where(recorded < 0, -1, goal)
+        if not OTHER_POOL:  # it stays where it is
+            replayed_goal = tl.where((replays == 0) & (goal == row), -1, replayed_goal)
         final_goal = tl.where(recorded < 0, goal, -1)
 
     # Wide offsets only where the caller's own strides need them.

@@ -332,3 +332,10 @@ class CandidateRecordStrides(NamedTuple):
     decay_head: Any
     decay_cell: Any
     tokens: Any
+
+
+class CommittedStates(NamedTuple):
+    """The pool that ``commit_records`` reads, and the same one as it is written."""
+
+    source: Any
+    target: Any

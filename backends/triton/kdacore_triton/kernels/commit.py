@@ -91,13 +91,13 @@ def commit_windows_kernel(
         row = load_slot(conv_indices + n, null)
     there = (c < D) & positive(c, tl.minimum(tl.minimum(row, record) + 1, count))
     last = count - 1
-    at = conv.state + row * strides.state_row + c * strides.state_channel
-    if conv.windows is None:
+    at = conv.conv_state + row * strides.state_row + c * strides.state_channel
+    if conv.conv_windows is None:
         for j in range(tl.maximum(strides.columns - last, 0)):
             x = tl.load(at + (j + last) * strides.state_column, mask=there, other=0.0)
             tl.store(at + j * strides.state_column, x, mask=there)
     else:
-        mine = conv.windows + record * strides.windows_row + last * strides.windows_token
+        mine = conv.conv_windows + record * strides.windows_row + last * strides.windows_token
         for j in tl.static_range(HISTORY):
             p = mine + j * strides.windows_tap + c * strides.windows_channel
             tl.store(at + j * strides.state_column, tl.load(p, mask=there, other=0.0), mask=there)

@@ -15,7 +15,7 @@ from .common import positive, sigmoid
 @triton.jit
 def load_taps(conv, strides, c, mask, TAPS: tl.constexpr):
     """Weights of channels ``c``, float32: of the token itself and of the three before it; and the bias."""
-    at = conv.weight + c * strides.weight_channel
+    at = conv.conv_weight + c * strides.weight_channel
     f0 = tl.load(at + (TAPS - 1) * strides.weight_tap, mask=mask, other=0.0).to(tl.float32)
     f1 = tl.load(at + (TAPS - 2) * strides.weight_tap, mask=mask, other=0.0).to(tl.float32)
     f2 = f1
@@ -25,8 +25,8 @@ def load_taps(conv, strides, c, mask, TAPS: tl.constexpr):
     if TAPS > 3:
         f3 = tl.load(at + (TAPS - 4) * strides.weight_tap, mask=mask, other=0.0).to(tl.float32)
     bias = f1 * 0.0
-    if conv.bias is not None:
-        bias = tl.load(conv.bias + c, mask=mask, other=0.0).to(tl.float32)
+    if conv.conv_bias is not None:
+        bias = tl.load(conv.conv_bias + c, mask=mask, other=0.0).to(tl.float32)
     return f0, f1, f2, f3, bias
 
 
@@ -48,12 +48,12 @@ def load_old(conv, strides, rows, c, mask, column):
     """One token of a window: column ``column`` of it, counted from its oldest."""
     first = tl.maximum(rows.preceding - 1, 0)
     there = mask & positive(c, rows.live)
-    at = conv.state + rows.state * strides.state_row + (first + column) * strides.state_column
-    if conv.windows is None:
+    at = conv.conv_state + rows.state * strides.state_row + (first + column) * strides.state_column
+    if conv.conv_windows is None:
         x = tl.load(at + c * strides.state_channel, mask=there, other=0.0)
     else:
         candidate = there & positive(c, tl.minimum(rows.preceding, rows.windows + 1))
-        mine = conv.windows + rows.windows * strides.windows_row + first * strides.windows_token
+        mine = conv.conv_windows + rows.windows * strides.windows_row + first * strides.windows_token
         mine += column * strides.windows_tap
         there = there & positive(c, 1 - rows.preceding)
         x = tl.load(at + c * strides.state_channel, mask=there, other=0.0)
@@ -101,8 +101,8 @@ def leave_window(
     that was read.
     """
     there = mask & positive(c, rows.state + 1)
-    at = conv.state + rows.state * strides.state_row + c * strides.state_channel
-    if ONE and conv.windows is None:
+    at = conv.conv_state + rows.state * strides.state_row + c * strides.state_channel
+    if ONE and conv.conv_windows is None:
         last = tl.load(x + i, mask=mask, other=0.0)
         if TAPS > 3:
             tl.store(at, r2, mask=there)
@@ -112,7 +112,7 @@ def leave_window(
     else:
         shift = length
         columns = length * 0 + (TAPS - 1)
-        if conv.windows is None:
+        if conv.conv_windows is None:
             long = tl.minimum(candidates, length) > 0
             shift = tl.where(long, 1, shift)
             columns = tl.where(long, TAPS - 2 + length, columns)
@@ -122,7 +122,7 @@ def leave_window(
                 columns = columns * 0
             count = tl.where(candidates > 0, tl.minimum(length, strides.tokens), 0)
             kept = mask & positive(c, rows.windows + 1)
-            mine = conv.windows + rows.windows * strides.windows_row + c * strides.windows_channel
+            mine = conv.conv_windows + rows.windows * strides.windows_row + c * strides.windows_channel
             for t in range(count):
                 for j in tl.static_range(TAPS - 1):
                     value = line_at(x, x_token, i, mask, r1, r2, r3, t + 1 + j, TAPS)

@@ -138,7 +138,7 @@ def gated_norm(y, weight, z, eps, V: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["T", "H", "beta_batch", "beta_token", "beta_head", "index_row", "write_row", "null"],
+    do_not_specialize=["T", "H", "index_row", "write_row", "null"],
     do_not_specialize_on_alignment=[
         "beta", "A_log", "cu_seqlens", "state_indices", "num_accepted_tokens", "has_initial_state", "write_indices",
         "conv_indices", "record_indices", "num_replayed",
@@ -149,7 +149,7 @@ def decode_kernel(
     beta, A_log, cu_seqlens, state_indices, num_accepted_tokens, has_initial_state, write_indices, conv_indices,
     record_indices, num_replayed,
     scale, lower_bound, norm_eps, T, H,
-    strides: InputStrides, beta_batch, beta_token, beta_head, z_strides: RowStrides, o_strides: RowStrides,
+    strides: InputStrides, beta_strides: RowStrides, z_strides: RowStrides, o_strides: RowStrides,
     state_strides: PoolStrides, conv_strides: ConvolutionStrides, record_strides: CandidateRecordStrides,
     norm_head, index_row, write_row, null,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, POOL: tl.constexpr,
@@ -279,7 +279,7 @@ def decode_kernel(
         at_k = k
         at_v = arrays.v + batch * strides.v_batch + first * strides.v_token + hv * strides.v_head
         at_g = arrays.g + batch * strides.g_batch + first * strides.g_token + hv * strides.g_head
-        at_beta = beta + batch * beta_batch + first * beta_token + hv * beta_head
+        at_beta = beta + batch * beta_strides.batch + first * beta_strides.token + hv * beta_strides.head
         at_o = arrays.o + batch * o_strides.batch + first * o_strides.token + hv * o_strides.head
         first_v = at_v
         if arrays.z is not None:
@@ -376,7 +376,7 @@ def decode_kernel(
             at_k += strides.k_token
             at_v += strides.v_token
             at_g += strides.g_token
-            at_beta += beta_token
+            at_beta += beta_strides.token
             at_o += o_strides.token
             if arrays.z is not None:
                 at_z += z_strides.token

@@ -275,10 +275,10 @@ class DecodeArrays(NamedTuple):
 class ConvolutionArrays(NamedTuple):
     """The convolution of a decode step: its parameters, the pool of its states, and the windows of candidates."""
 
-    weight: Any
-    bias: Any
-    state: Any
-    windows: Any
+    conv_weight: Any
+    conv_bias: Any
+    conv_state: Any
+    conv_windows: Any
 
 
 class ConvolutionStrides(NamedTuple):

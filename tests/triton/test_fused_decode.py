@@ -79,7 +79,9 @@ def test_strides_of_everything() -> None:
     wide = torch.full((3, 5, 2 * x.x.shape[2]), NAN)
     lying = {name: apart(getattr(x, name)) for name in ("conv_state", "conv_windows", "initial_state")}
     lying |= {name: apart(getattr(x, name)) for name in ("record_update", "record_key", "record_decay")}
-    lying |= {name: apart(getattr(x, name)) for name in ("g", "beta", "z", "conv_weight", "conv_bias", "dt_bias")}
+    lying |= {
+        name: apart(getattr(x, name)) for name in ("g", "beta", "z", "conv_weight", "conv_bias", "dt_bias")
+    }
     lying["x"] = wide[:, ::2, : x.x.shape[2]][:, :2].copy_(x.x)
     lying["out"] = apart(torch.full((3, 2, 4, 16), NAN))
     x = x._replace(**lying)
@@ -176,6 +178,8 @@ def test_the_public_call_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_large_norm_is_declined_by_name() -> None:
-    arrays: Any = {name: a for name, a in draw(KDA, 1, H=1, HV=1, K=256, V=256)._asdict().items() if a is not None}
+    arrays: Any = {
+        name: a for name, a in draw(KDA, 1, H=1, HV=1, K=256, V=256)._asdict().items() if a is not None
+    }
     with pytest.raises(kdacore.UnsupportedError, match="head_dim"):
         kdacore.fused_decode_kda(**arrays, **MODEL, inplace_state=True, backend="triton")

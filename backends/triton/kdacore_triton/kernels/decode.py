@@ -55,12 +55,13 @@ def load_channels(p, i, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def computed_once(x):
-    """``x``, in a layout of its own.
+    """``x`` (float32), in a layout of its own.
 
     A short row that a tile needs in another layout is otherwise loaded and computed again in that one by the compiler,
     by every thread for all of its rows. It does not look through this maximum of two equal numbers.
     """
-    return tl.max(tl.trans(tl.join(x, x)), 0)
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.max(tl.trans(tl.join(bits, bits)), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def recurrent_call(op: str, *sizes: Any, **more: Any) -> RecurrentInputs:
 @pytest.mark.parametrize("op", RECURRENT)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(("HV", "V"), [(2, 16), (6, 40)])
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_recurrent_ops(op: str, v_first: bool, HV: int, V: int, state: torch.dtype) -> None:
     x = recurrent_call(
         op, (3, 1, 4, 2, 0), HV=HV, V=V, records=4, slots=[3, 5, 1, 0, 2], v_first=v_first, state=state
@@ -109,10 +109,10 @@ class Server:
 
     def call(self, at: list[int], counts: list[int], **more: Any) -> list[torch.Tensor]:
         """``counts`` tokens of each sequence from token ``at`` on. Returns the outputs of each."""
-        packs = {
-            name: torch.cat([getattr(self.x, name)[n, a : a + c] for n, (a, c) in enumerate(zip(at, counts, strict=True))])[None]
-            for name in self.tokens
-        }  # fmt: skip
+        packs = {}
+        for name in self.tokens:
+            rows = zip(getattr(self.x, name), at, counts, strict=True)
+            packs[name] = torch.cat([row[a : a + c] for row, a, c in rows])[None]
         cu = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
         x = self.x._replace(**packs, cu_seqlens=cu, **more)
         if "record_indices" not in more:
@@ -156,7 +156,8 @@ def test_float32_states_are_those_of_plain_decoding(op: str, fused: bool) -> Non
     check_bits(op, fused, steps=5, seed=3)
 
 
-@pytest.mark.parametrize("state", [torch.bfloat16])
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("state", [torch.float16, torch.bfloat16])
 def test_16_bit_states_are_those_of_writing_each(state: torch.dtype) -> None:
     by_records, by_states = (Server(KDA, state, True, 5) for _ in range(2))
     pool = by_states.x.initial_state
@@ -197,7 +198,8 @@ def run_commit(x: CommitInputs, **options: Any) -> None:
 
 
 def commit_call(
-    scalar: bool = False, state: torch.dtype = torch.float32, V: int = 24, H: int = 2, v_first: bool = False, **more: Any
+    scalar: bool = False, state: torch.dtype = torch.float32, V: int = 24, H: int = 2, v_first: bool = False,
+    **more: Any,
 ) -> CommitInputs:  # fmt: skip
     """Five states: all, no, some records; one without a row of them, one without a slot."""
     rng = np.random.default_rng(1)
@@ -250,8 +252,9 @@ def test_commit_to_other_rows_of_any_strides() -> None:
     check_commit(x._replace(num_replayed=torch.tensor([3, 0, 3, 0, 1, 0, 2, 0, 2, 0])[::2]))
 
 
-def test_commit_of_16_bit_states() -> None:
-    check_commit(commit_call(state=torch.bfloat16))
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.float16])
+def test_commit_of_16_bit_states(state: torch.dtype) -> None:
+    check_commit(commit_call(state=state))
 
 
 @pytest.mark.parametrize("windows", [False, True])

@@ -24,6 +24,11 @@ def padded(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def state_class(r: Request) -> str:
+    """The dtype of states that configurations are chosen by: float16 is as wide as bfloat16."""
+    return "float32" if r.state_dtype == "float32" else "bfloat16"
+
+
 def decode_tile(r: Request) -> Tile:
     """The tile of a request.
 
@@ -38,7 +43,7 @@ def decode_tile(r: Request) -> Tile:
             K=r.K,
             V=r.V,
             rows=configs.MANY if r.batch_invariant else r.N * r.HV,
-            state="float32" if r.state_dtype == "float32" else "bfloat16",
+            state=state_class(r),
             v_first=r.state_v_first,
         )
         return Tile(min(config["BV"], padded(r.V)), config["num_warps"])

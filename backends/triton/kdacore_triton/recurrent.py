@@ -15,6 +15,7 @@ import torch
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs, decode
+from kdacore_triton.decode_tiles import state_class
 from kdacore_triton.gate_families import GATES, beta_kind
 from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
@@ -198,7 +199,7 @@ class RecurrentLaunch:
             K=r.K,
             V=r.V,
             rows=configs.MANY if r.batch_invariant else r.N * r.HV,
-            state=r.state_dtype,
+            state=state_class(r),
             v_first=r.state_v_first,
         )
         BV = min(config["BV"], next_power_of_2(r.V))

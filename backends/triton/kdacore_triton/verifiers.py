@@ -11,7 +11,7 @@ from kdacore.types import Reason, Request
 from kdacore_triton import decode_tiles
 
 FLOATS = ("float32", "bfloat16", "float16")
-STATES = ("float32", "bfloat16")
+STATES = ("float32", "bfloat16", "float16")
 MIN_DIM, MAX_KEYS, MAX_VALUES = 16, 256, 512
 state = common.state_dtypes(*STATES)
 key_dim = common.key_dims(range(MIN_DIM, MAX_KEYS + 1))

@@ -76,9 +76,7 @@ def test_replays_have_the_bits_of_the_plain_kernel(op: str, v_first: bool, K: in
     o = recurrent.forward(request_of(op, speculating, **options), speculating).o
     replaying = speculating._replace(num_replayed=none + 3)
     recurrent.forward(request_of(op, replaying, **options), replaying)
-    plain = x._replace(
-        **dict.fromkeys(("record_update", "record_key", "record_decay", "record_indices", "num_replayed"))
-    )
+    plain = x._replace(**dict.fromkeys((*PARTS, "record_indices", "num_replayed")))
     for t in range(3):
         token = {name: getattr(x, name)[:, t : t + 1].contiguous() for name in ("q", "k", "v", "g", "beta")}
         step = plain._replace(**token)

@@ -118,7 +118,7 @@ class DecodeLaunch:
     """One request with one set of strides: everything but the addresses."""
 
     __slots__ = (
-        "constexprs", "copied", "device", "fresh_o", "grid", "num_warps", "prepared", "request", "scalars"
+        "constexprs", "copied", "device", "fresh_o", "grid", "num_warps", "options", "prepared", "request", "scalars"
     )  # fmt: skip
 
     def __init__(self, plan: DecodePlan, x: Inputs) -> None:
@@ -134,6 +134,7 @@ class DecodeLaunch:
         flat = rows > _MAX_GRID_Y
         self.grid: Grid = (r.H * rows, 1, 1) if flat else (r.H, rows, 1)
         self.num_warps = tile.num_warps
+        self.options = tile.options(r)
         o_strides = contiguous_strides(plan.o_shape)
         if x.out is not None and not self.fresh_o:
             o_strides = x.out.stride()
@@ -182,7 +183,7 @@ class DecodeLaunch:
             self.prepared(addresses)
             return
         prepared = launcher.prepare(
-            self.grid, *tensors, *self.scalars, num_warps=self.num_warps, **self.constexprs
+            self.grid, *tensors, *self.scalars, num_warps=self.num_warps, **self.options, **self.constexprs
         )
         if prepared is not None and not unaligned:
             self.prepared = prepared.fix(self.grid, *self.scalars)

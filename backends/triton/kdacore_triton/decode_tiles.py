@@ -11,12 +11,26 @@ MAX_TILE = 128 * 256
 """Elements of the largest tile: 64 registers a thread of 16 warps."""
 
 
+TWO_PROGRAMS = 128
+"""Registers a thread with which two programs of eight warps fit a multiprocessor: one loads while the other computes.
+
+Results do not depend on it. With several tokens too much would be spilled.
+"""
+
+
 @dataclass(frozen=True)
 class Tile:
     """``BV`` columns of a state."""
 
     BV: int
     num_warps: int
+    max_registers: int = 0
+    """Of a thread; 0: as many as the compiler likes."""
+
+    def options(self, request: Request) -> dict[str, int]:
+        """What the compiler is told beside the warps."""
+        limited = self.max_registers and request.device.arch.startswith("sm_")
+        return {"maxnreg": self.max_registers} if limited else {}
 
 
 def padded(n: int) -> int:
@@ -49,7 +63,8 @@ def decode_tile(r: Request) -> Tile:
         return Tile(min(config["BV"], padded(r.V)), config["num_warps"])
     KP = padded(r.K)
     BV = min(padded(r.V), MAX_TILE // KP)
-    return Tile(BV, max(1, min(16, KP * BV // 2048)))
+    num_warps = max(1, min(16, KP * BV // 2048))
+    return Tile(BV, num_warps, TWO_PROGRAMS if num_warps == 8 and r.T == 1 and not r.packed else 0)
 
 
 def commit_tile(r: Request) -> Tile:

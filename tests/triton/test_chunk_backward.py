@@ -350,7 +350,7 @@ def test_head_dims_level_by_level() -> None:
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_states(v_first: bool, state_dtype: torch.dtype) -> None:
     check(Case(v_first=v_first, state_dtype=state_dtype, V=32, **BOUNDED))
 

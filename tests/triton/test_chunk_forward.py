@@ -148,7 +148,7 @@ def test_wide_heads(K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_states_both_layouts_and_grouped_heads(v_first: bool, state_dtype: torch.dtype) -> None:
     s0 = state(2, 4, *((24, 16) if v_first else (16, 24)), dtype=state_dtype)
     x = draw(B=2, T=35, H=2, HV=4, K=16, V=24, initial_state=s0)

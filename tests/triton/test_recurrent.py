@@ -123,7 +123,7 @@ def check_pool(
         if row in named:
             assert error(pool[row], want[row]) <= limit, f"row {row}"
         else:
-            same = pool[row].view(torch.int16 if pool.dtype == torch.bfloat16 else torch.int32)
+            same = pool[row].view(torch.int16 if pool.dtype != torch.float32 else torch.int32)
             assert torch.equal(same, before[row].view(same.dtype)), f"row {row} was touched"
 
 
@@ -328,9 +328,10 @@ def test_rows_between_poison() -> None:
     )
 
 
-def test_bfloat16_states() -> None:
+@pytest.mark.parametrize(("kind", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)], ids=str)
+def test_16_bit_states(kind: torch.dtype, bits: int) -> None:
     for v_first in (False, True):
-        pool = states(5, 2, 16, 16, torch.bfloat16)
+        pool = states(5, 2, 16, 16, kind)
         x = draw(B=2, T=3, initial_state=pool, state_indices=torch.tensor([3, 1]))
         for options in ({"output_final_state": True}, {"inplace_state": True}):
             # The state is rounded once when written: half a unit in the last place. Before that it carries the error of
@@ -340,11 +341,13 @@ def test_bfloat16_states() -> None:
             got = recurrent.forward(request, x)
             assert error(got.o, want.o) <= 2e-5
             state = x.initial_state if request.inplace_state else got.final_state
-            assert state.dtype == torch.bfloat16
+            assert state.dtype == kind
             rows = [3, 1] if request.inplace_state else [0, 1]
             exact = torch.from_numpy(want.final_state[rows])
             near = to_float64(state[rows].cpu())
-            unit = 2.0 ** (np.floor(np.log2(np.abs(exact.numpy()) + 1e-30)) - 7)
+            # Below its normal numbers float16 has units of 2^-24.
+            exponent = np.floor(np.log2(np.abs(exact.numpy()) + (1e-30 if bits == 8 else 2.0**-14)))
+            unit = 2.0 ** (exponent + 1 - bits)
             float32_error = 4 * np.finfo(np.float32).eps * np.abs(exact.numpy()).max()
             assert (np.abs(near - exact.numpy()) <= 0.5 * unit + float32_error).all()
 

@@ -101,7 +101,8 @@ def pool(
         values[row] = NAN
     if not gaps:
         return values.to(DEVICE)
-    wide = torch.full((P, HV * a * b + 16), 1e30, dtype=dtype, device=DEVICE)
+    poison = 6e4 if dtype == torch.float16 else 1e30
+    wide = torch.full((P, HV * a * b + 16), poison, dtype=dtype, device=DEVICE)
     rows = wide[:, : HV * a * b].unflatten(1, (HV, a, b))
     rows.copy_(values)
     return rows
@@ -324,8 +325,9 @@ def test_pools_of_any_strides_in_prefill(how: str) -> None:
     check("chunk_kda", x, inplace_state=True, output_final_state=True)
 
 
-def test_bfloat16_pool_in_prefill() -> None:
-    states = pool(5, 2, 16, 16, dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_16_bit_pool_in_prefill(kind: torch.dtype) -> None:
+    states = pool(5, 2, 16, 16, dtype=kind)
     x = draw(
         "chunk_kda",
         [20, 18],

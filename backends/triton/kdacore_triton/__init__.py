@@ -23,8 +23,25 @@ VERSION = "0.1.0"
 VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
 
+DECODE_FEATURES = frozenset(
+    {"conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"}
+)
+"""What the fused decode ops have beside the recurrent ones."""
+
+COMMIT_FEATURES = frozenset(
+    {
+        "conv",
+        "conv_indices",
+        "conv_windows",
+        "grouped_value_heads",
+        "null_index",
+        "state_v_first",
+        "write_indices",
+    }
+)
+
 _lazy = partial(lazy_function, "kdacore_triton")
-_NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler")
+_NAMES = ("hardware", "dtypes", "size", "head_dims", "key_dim", "state", "compiler", "norm_dims")
 _verify = SimpleNamespace(**{name: _lazy("verifiers", name) for name in _NAMES})
 """The functions of :mod:`kdacore_triton.verifiers`, imported by the first request that reaches one of them."""
 
@@ -67,12 +84,20 @@ def make_backend() -> Backend:
         slices=_lazy("slices", "slice_functions"),
         form=_lazy("chunk_forward_choice", "form"),
     )
+    decoding = SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out", "records"}
     recurrent = _op(
         _lazy("recurrent", "forward"),
         *whole,
-        serves=SEQUENCE_FEATURES | POOL_FEATURES | RECURRENT_FEATURES | {"out"},
+        serves=decoding,
         backward=chunk_backward,
         fast_path=_lazy("recurrent", "fast_path"),
+    )
+    decode = _op(
+        _lazy("decode", "forward"),
+        *whole,
+        _verify.norm_dims,
+        serves=(decoding - {"initial_state"}) | DECODE_FEATURES,
+        fast_path=_lazy("decode", "fast_path"),
     )
     return Backend(
         name="triton",
@@ -83,6 +108,13 @@ def make_backend() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
+            "fused_decode_kda": decode,
+            "fused_decode_gated_delta_rule": decode,
+            "commit_records": _op(
+                _lazy("commit", "commit_records"),
+                *whole,
+                serves=COMMIT_FEATURES,
+            ),
             "kda_gate": _op(
                 _lazy("gate", "forward"), serves=GATE_FEATURES, backward=_lazy("gate", "backward")
             ),

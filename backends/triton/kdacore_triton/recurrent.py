@@ -14,12 +14,14 @@ import torch
 
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
-from kdacore_triton import configs
+from kdacore_triton import configs, decode
+from kdacore_triton.decode_tiles import state_class
 from kdacore_triton.gate_families import GATES, beta_kind
 from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
 from kdacore_triton.kernels.groups import CellStrides
 from kdacore_triton.launch import Grid, Launcher, cdiv, current_device, next_power_of_2
+from kdacore_triton.recurrent_modes import contiguous_strides, read_mode, state_strides, write_mode
 from kdacore_triton.stand_ins import staged, written_back
 
 launcher = Launcher(kernels.recurrent_kernel)
@@ -39,6 +41,8 @@ def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
     Nothing syncs with the device, so the call can be captured in a CUDA graph once it has run outside of one.
     """
     plan = _plan(request)
+    if plan.with_records:
+        return decode.forward(request, inputs)
     if plan.rounds_after:
         return _rounded(request, inputs)
     launch = plan.launch_for(inputs)
@@ -103,7 +107,7 @@ class RecurrentPlan:
 
     __slots__ = (
         "device", "inplace", "launches", "o_shape", "request", "returns_state", "rounds_after", "state_dtype",
-        "state_shape",
+        "state_shape", "with_records",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -115,6 +119,7 @@ class RecurrentPlan:
         self.rounds_after = INTERPRETING and request.state_dtype == "bfloat16"
         self.inplace = request.inplace_state
         self.returns_state = request.output_final_state
+        self.with_records = request.has("record_update")
         self.launches: dict[Any, RecurrentLaunch] = {}
 
     def launch_for(self, inputs: RecurrentInputs) -> RecurrentLaunch:
@@ -194,7 +199,7 @@ class RecurrentLaunch:
             K=r.K,
             V=r.V,
             rows=configs.MANY if r.batch_invariant else r.N * r.HV,
-            state=r.state_dtype,
+            state=state_class(r),
             v_first=r.state_v_first,
         )
         BV = min(config["BV"], next_power_of_2(r.V))
@@ -205,10 +210,10 @@ class RecurrentLaunch:
         self.grid: Grid = (programs * rows, 1, 1) if flat else (programs, rows, 1)
         self.options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
         o_strides = (
-            x.out.stride() if x.out is not None and not self.fresh_o else _contiguous_strides(plan.o_shape)
+            x.out.stride() if x.out is not None and not self.fresh_o else contiguous_strides(plan.o_shape)
         )
-        source = _state_strides(r, x.initial_state)
-        target = _state_strides(r, getattr(x, r.written_pool) if r.inplace_state else None)
+        source = state_strides(r, x.initial_state)
+        target = state_strides(r, getattr(x, r.written_pool) if r.inplace_state else None)
         self.scalars = (
             *(r.scale, r.lower_bound or 0.0, r.T, r.HV, r.HV // r.H),
             *(s for t in (x.q, x.k, x.v, x.g, x.beta) for s in t.stride()[:3]),
@@ -223,7 +228,7 @@ class RecurrentLaunch:
         self.constexprs = {
             "K": r.K, "V": r.V, "KP": next_power_of_2(r.K), "BV": BV, "POOL": CellStrides(*source[2:], *target[2:]),
             "GATE": GATES[r.gate], "SCALAR_GATE": r.scalar_gate, "L2NORM": r.qk_l2norm, "BETA": beta_kind(r),
-            "READ": _read_mode(r, x), "WRITE": _write_mode(r), "PACKED": r.packed, "ONE": one,
+            "READ": read_mode(r, x), "WRITE": write_mode(r), "PACKED": r.packed, "ONE": one,
             "WIDE": max(_reach(plan.o_shape, o_strides), *inputs_reach) > _INT32_MAX, "FLAT": flat,
             "TAIL": tail,
         }  # fmt: skip
@@ -252,11 +257,13 @@ def fast_path(request: Request, inputs: RecurrentInputs) -> FastCall | None:
     :func:`forward` must be called.
     """
     plan = _plan(request)
+    if plan.with_records:
+        return decode.fast_path(request, inputs)
     launch = plan.launch_for(inputs)
     run, device, returns_state = launch.prepared, plan.device, plan.returns_state
     if run is None or launch.copied or not plan.inplace or (inputs.out is not None and launch.fresh_o):
         return None
-    o_shape, o_strides, dtype = plan.o_shape, _contiguous_strides(plan.o_shape), inputs.v.dtype
+    o_shape, o_strides, dtype = plan.o_shape, contiguous_strides(plan.o_shape), inputs.v.dtype
     empty = allocator(inputs.v.device.type)
 
     def step(arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -329,32 +336,3 @@ def _to_copy(r: Request, x: RecurrentInputs) -> tuple[str, ...]:
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Offset of the last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def _state_strides(r: Request, state: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """Strides over rows, heads, K and V of a state, or of a fresh one."""
-    row, head, a, b = _contiguous_strides(r.state_shape) if state is None else state.stride()
-    return (row, head, b, a) if r.state_v_first else (row, head, a, b)
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
-
-
-def _read_mode(r: Request, x: RecurrentInputs) -> int:
-    """The kernel's READ: where its states come from."""
-    if x.initial_state is None:
-        return int(kernels.READ_NONE.value)
-    by_rank = (kernels.READ_SEQUENCE, kernels.READ_INDEXED, kernels.READ_ACCEPTED)
-    return int(by_rank[r.state_indices_ndim].value)
-
-
-def _write_mode(r: Request) -> int:
-    """The kernel's WRITE: where its states go."""
-    if r.inplace_state:
-        by_rank = (kernels.WRITE_SEQUENCE, kernels.WRITE_INDEXED, kernels.WRITE_EACH)
-        return int(by_rank[r.write_indices_ndim or r.state_indices_ndim].value)
-    return int((kernels.WRITE_SEQUENCE if r.output_final_state else kernels.WRITE_NONE).value)

@@ -8,9 +8,10 @@ from functools import cache
 
 from kdacore import verifiers as common
 from kdacore.types import Reason, Request
+from kdacore_triton import decode_tiles
 
 FLOATS = ("float32", "bfloat16", "float16")
-STATES = ("float32", "bfloat16")
+STATES = ("float32", "bfloat16", "float16")
 MIN_DIM, MAX_KEYS, MAX_VALUES = 16, 256, 512
 state = common.state_dtypes(*STATES)
 key_dim = common.key_dims(range(MIN_DIM, MAX_KEYS + 1))
@@ -77,6 +78,20 @@ def compiler(request: Request) -> Reason | None:
         "older versions cannot compile the kernels for training, or for chunk calls of float32, for this GPU",
         f"Triton {'.'.join(map(str, version))} for {request.device.arch}",
         "Triton 3.9 or later",
+    )
+
+
+@common.reads_no_lengths
+def norm_dims(request: Request) -> Reason | None:
+    """The norm of the output is over all of v, so a program holds the whole state of a head."""
+    size = decode_tiles.padded(request.K) * decode_tiles.padded(request.V)
+    if not request.has("norm_weight") or size <= decode_tiles.MAX_TILE:
+        return None
+    return Reason(
+        "head_dim",
+        "holds the whole state of a head in registers where there is a norm_weight",
+        f"K={request.K}, V={request.V}",
+        f"K * V of at most {decode_tiles.MAX_TILE}, both counted as the next power of two",
     )
 
 

@@ -20,8 +20,10 @@ torch._C._cuda_getCurrentRawStream = lambda device: STREAM
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from kdacore.types import Device, Outputs, RecurrentInputs, Request  # noqa: E402
+from kdacore.types import DecodeInputs, Device, Outputs, RecurrentInputs, Request  # noqa: E402
+from kdacore_triton import decode as decode_step  # noqa: E402
 from kdacore_triton import recurrent  # noqa: E402
+from kdacore_triton.decode_aot import meta_call  # noqa: E402
 from kdacore_triton.fixed_launch import FixedLaunch  # noqa: E402
 from kdacore_triton.launch import TRITON, Launcher  # noqa: E402
 
@@ -208,6 +210,48 @@ def decode(given_out: bool, norm: bool, rows: bool = False) -> None:
 decode(False, True)
 decode(True, False)
 decode(True, False, rows=True)
+
+
+def fused_decode(given_out: bool, records: bool) -> None:
+    """The fused op's fast path passes what its ordinary path does: addresses in x, records, windows."""
+    arch = "sm_90"
+    r, on_meta = meta_call(arch, T=3 if records else 1, H=2, HV=4, K=64, records=records, windows=records)
+    x = DecodeInputs(*(None if a is None else torch.zeros(a.shape, dtype=a.dtype) for a in on_meta))
+    if given_out:
+        x = x._replace(out=torch.zeros(r.B, r.T, r.HV, r.V, dtype=torch.bfloat16))
+    r = replace(r, device=Device("cuda", DEVICE, arch), output_final_state=given_out)
+    made: list[Outputs] = []
+
+    def call() -> None:
+        made.append(decode_step.forward(r, x))
+
+    lib.fake_expect(1, (ctypes.c_int * 1)(P))
+    call()
+    launch = decode_step._plan(r).launch_for(x)
+    (compiled,) = [p.compiled for b in decode_step.launcher._bound.values() for p in b._cache.values()][-1:]
+    kinds = compiled.src.signature.values()
+    members = [
+        m for kind in kinds for m in (kind if isinstance(kind, tuple) else (kind,)) if m != "constexpr"
+    ]
+    lib.fake_expect(
+        len(members), (ctypes.c_int * len(members))(*(P if m[0] == "*" else I32 for m in members))
+    )
+    short = decode_step.fast_path(r, x)
+    assert launch.prepared is not None and short is not None
+    quick = launched(lambda: made.append(Outputs(*short(tuple(x)))))
+    plain = launched(call)
+    assert quick[:4] == plain[:4]
+    differ = [i for i, (a, b) in enumerate(zip(quick[4], plain[4], strict=True)) if a != b]
+    assert len(differ) <= (not given_out), differ  # a fresh output each time
+    size, keys = x.x.element_size(), r.H * r.K
+    assert quick[4][:3] == tuple(x.x.data_ptr() + n * size for n in (0, keys, 2 * keys))
+    assert (made[-1].o is x.out) == given_out and (made[-2].final_state is x.initial_state) == given_out
+    odd = x._replace(z=torch.zeros(x.z.numel() + 1, dtype=torch.bfloat16)[1:].view(x.z.shape))
+    assert short(tuple(odd)) is None, "not aligned"
+
+
+fused_decode(False, False)
+fused_decode(True, True)
 
 
 def server_prefill() -> None:

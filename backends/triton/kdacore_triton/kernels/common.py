@@ -83,6 +83,12 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def positive(i, n):
+    """``n > 0`` as a block shaped like ``i``. Triton 3.6 to 3.9 interpret a broadcast scalar comparison as integers."""
+    return i * 0 + n > 0
+
+
+@triton.jit
 def held(x):
     """``x`` with infinities as the largest finite numbers; NaN stays."""
     return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -155,6 +161,16 @@ def gate_decay(
         if CLAMP:
             y = at_least(y, MIN_STEP)
     return y
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr, BY_HAND: tl.constexpr):
+    """float32 ``x`` as KIND, to the nearest. BY_HAND: the interpreter rounds to bfloat16 by truncation."""
+    if tl.bfloat16 == KIND and BY_HAND:
+        bits = x.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, near.to(tl.float32, bitcast=True), x)
+    return x.to(KIND)
 
 
 @triton.jit

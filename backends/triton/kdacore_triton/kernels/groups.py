@@ -255,3 +255,87 @@ class RowStrides(NamedTuple):
     batch: Any
     token: Any
     head: Any
+
+
+class DecodeArrays(NamedTuple):
+    """What a decode step reads and writes by rows. ``source``, ``target``: states."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    z: Any
+    o: Any
+    dt_bias: Any
+    norm_weight: Any
+    source: Any
+    target: Any
+
+
+class ConvolutionArrays(NamedTuple):
+    """The convolution of a decode step: its parameters, the pool of its states, and the windows of candidates."""
+
+    conv_weight: Any
+    conv_bias: Any
+    conv_state: Any
+    conv_windows: Any
+
+
+class ConvolutionStrides(NamedTuple):
+    """Strides of :class:`ConvolutionArrays`, and how many columns a row and how many tokens a row of windows has."""
+
+    weight_channel: Any
+    weight_tap: Any
+    state_row: Any
+    state_channel: Any
+    state_column: Any
+    columns: Any
+    windows_row: Any
+    windows_token: Any
+    windows_tap: Any
+    windows_channel: Any
+    tokens: Any
+
+
+class ConvolutionRows(NamedTuple):
+    """Where a sequence's window lies: rows of the state and of the windows, negative for none; how many candidates
+    precede the first token; and whether there is anything to read (positive) or it is zero."""
+
+    state: Any
+    windows: Any
+    preceding: Any
+    live: Any
+
+
+class CandidateRecords(NamedTuple):
+    """What candidates did to the states: ``S = decay * S + outer(key, update)`` for each."""
+
+    update: Any
+    key: Any
+    decay: Any
+
+
+class CandidateRecordStrides(NamedTuple):
+    """Strides of :class:`CandidateRecords` over row, token, head and the last axis (0 without), and how many a row
+    holds."""
+
+    update_row: Any
+    update_token: Any
+    update_head: Any
+    update_cell: Any
+    key_row: Any
+    key_token: Any
+    key_head: Any
+    key_cell: Any
+    decay_row: Any
+    decay_token: Any
+    decay_head: Any
+    decay_cell: Any
+    tokens: Any
+
+
+class CommittedStates(NamedTuple):
+    """The pool that ``commit_records`` reads, and the same one as it is written."""
+
+    source: Any
+    target: Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import BETA_SIGMOID, BETA_TWICE_SIGMOID, gate_rate, held, log2_decay, product, sigmoid
+from .common import BETA_SIGMOID, BETA_TWICE_SIGMOID, gate_rate, held, log2_decay, positive, product, sigmoid
 from .groups import InputStrides, PoolStrides, RecurrentArrays, RowStrides
 from .state_rows import load_slot
 
@@ -31,12 +31,6 @@ WRITE_INDEXED = tl.constexpr(2)
 WRITE_EACH = tl.constexpr(3)
 """The state after token t goes to row ``write_indices[n, t]``, without them ``state_indices[n, t]``; nowhere if that is
 no slot."""
-
-
-@triton.jit
-def positive(i, n):
-    """``n > 0`` as a block shaped like ``i``. Triton 3.6 to 3.9 interpret a broadcast scalar comparison as integers."""
-    return i * 0 + n > 0
 
 
 @triton.jit
@@ -131,8 +125,9 @@ def prepare(
 
 
 @triton.jit
-def advance(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
-    """One token: the new state ``S [KP, BV]`` and the output ``[BV]``, float32."""
+def step(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
+    """One token, float32: the new state ``S [KP, BV]``, the output ``[BV]``, and ``update [BV]``: what was added to the
+    decayed state is ``outer(k, update)``."""
     S = S.to(tl.float32)
     if SCALAR_GATE:
         S *= decay
@@ -145,7 +140,14 @@ def advance(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
         both = tl.join(S * k[:, None], S * q[:, None])
     kS, qS = tl.split(tl.sum(both, 0))
     delta = beta * (xv.to(tl.float32) - kS)
-    return S + k[:, None] * delta[None, :], qS + qk * delta
+    return S + k[:, None] * delta[None, :], qS + qk * delta, delta
+
+
+@triton.jit
+def advance(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
+    """One token: the new state ``S [KP, BV]`` and the output ``[BV]``, float32."""
+    S, y, _ = step(S, xv, q, k, decay, beta, qk, SCALAR_GATE)
+    return S, y
 
 
 @triton.jit

@@ -63,6 +63,71 @@ __device__ __forceinline__ void write_state(State& state, int row, int t, u64 ba
   }
 }
 
+// For a state that a loop over chunks begins with. Unless it is made of bits, the assembler lets the loop wait for all
+// products before the state is scaled.
+__device__ __forceinline__ void make_opaque(State& state) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      state.s[j][e] = __uint_as_float((u32)opaque((int)__float_as_uint(state.s[j][e])));
+  }
+}
+
+// The channels and values that the caller's state has of what a kernel computes with, and values from one channel to the
+// next in memory, of a state whose channels are rows.
+struct StateDims {
+  int channels, values, pitch;
+};
+// Of a narrow state: calls f(element, its offset) for this lane's elements that the caller's state has, and g(element)
+// for the others.
+template <class F, class G>
+__device__ __forceinline__ void each_real_element(State& state, const StateDims& dims, int row, int channel,
+                                                  int flags, F f, G g) {
+  const bool v_first = flags & FLAG_V_FIRST;
+  const int k_step = opaque(v_first ? 1 : dims.pitch), v_step = opaque(v_first ? dims.channels : 1);
+  const int first = channel * k_step + row * v_step;
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = 8 * j + (e & 1), v = 8 * (e >> 1);
+      if (channel + k < dims.channels && row + v < dims.values)
+        f(state.s[j][e], first + k * k_step + v * v_step);
+      else
+        g(state.s[j][e]);
+    }
+  }
+}
+// Zero without a matrix at `base`, and beyond its channels and values.
+__device__ __forceinline__ void read_real_elements(State& state, const StateDims& dims, int row, int channel,
+                                                   u64 base, int flags) {
+  const auto clear = [](float& x) { x = 0.0f; };
+  if (!base)
+    state = {};
+  else if (flags & FLAG_STATE_BF16)
+    each_real_element(
+        state, dims, row, channel, flags,
+        [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); }, clear);
+  else
+    each_real_element(
+        state, dims, row, channel, flags,
+        [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; }, clear);
+  make_opaque(state);
+}
+__device__ __forceinline__ void write_real_elements(State& state, const StateDims& dims, int row, int channel,
+                                                    u64 base, int flags) {
+  const auto leave = [](float&) {};
+  if (flags & FLAG_STATE_BF16)
+    each_real_element(
+        state, dims, row, channel, flags,
+        [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); }, leave);
+  else
+    each_real_element(
+        state, dims, row, channel, flags,
+        [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; }, leave);
+}
+
 __device__ __forceinline__ void pack_state(Operand& to, const State& state) {
 #pragma unroll
   for (int kk = 0; kk < K_TILES; ++kk) pack_tiles(state.s[2 * kk], state.s[2 * kk + 1], to.a[kk]);

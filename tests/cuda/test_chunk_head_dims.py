@@ -15,8 +15,9 @@ from pool_checks import same_bits
 
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Request
 from kdacore_cuda import choice, fitted_head_dims
-from kdacore_cuda.forms import chunk_forward
+from kdacore_cuda.forms import chunk_forward, own_head_dims
 from kdacore_cuda.forms.backward import gradients, kernels
+from kdacore_cuda.forms.fused import kernels as fused_kernels
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
@@ -139,3 +140,33 @@ def check_gradients(inputs: ChunkInputs, **options: Any) -> InputGrads:
 def test_gradients(emulated: list[str], dims: tuple[int, int], model: dict[str, Any], T: int) -> None:
     check_gradients(among_nans(draw(T, dims, 2, 2, B=1 + T % 2, seed=T)), **model)
     assert names_of(emulated) == BACKWARD
+
+
+# --- the forward ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[2, 4], ids=["clusters of two", "clusters of four"])
+def clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks of a cluster, and that the kernels are those of Hopper."""
+    size = int(request.param)
+    monkeypatch.setattr(choice, "has_hopper_kernel", lambda K, arch: K == 128)
+    monkeypatch.setattr(own_head_dims, "has_hopper_kernel", lambda K, arch: K == 128)
+    monkeypatch.setattr(fused_kernels, "has_hopper_kernel", lambda K, arch: K == 128)
+    monkeypatch.setattr(choice, "cluster_size", lambda *given: size)
+    return size
+
+
+def check_forward(inputs: ChunkInputs, **options: Any) -> Any:
+    r = training(inputs, output_final_state=True, **options)
+    got = chunk_forward.forward(r, inputs)
+    check_outputs(got, oracle(r, inputs), LOOSE)
+    return got
+
+
+@pytest.mark.parametrize("T", [70, 1, 31, 33, 64, 130])
+@pytest.mark.parametrize("model", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+def test_forward(
+    emulated: list[str], clusters: int, dims: tuple[int, int], model: dict[str, Any], T: int
+) -> None:
+    check_forward(among_nans(draw(T, dims, 1, 2, B=1 + T % 2, seed=T)), **model)
+    assert names_of(emulated) == ["chunk_forward"]

@@ -8,11 +8,13 @@ filled-up copies (:mod:`kdacore_cuda.fitted_head_dims`).
 from __future__ import annotations
 
 from kdacore.types import Request
+from kdacore_cuda.architectures import has_hopper_kernel
 from kdacore_cuda.fitted_head_dims import SECTOR, SIZE, is_fitted
 from kdacore_cuda.forms.choice_on_device import chosen
+from kdacore_cuda.runtime.device_figures import arch_of
 
 
-FORMS = frozenset({"saving_forward"})
+FORMS = frozenset({"fused", "saving_forward"})
 """Those with kernels for other head dims."""
 
 
@@ -28,7 +30,9 @@ def _may_serve(r: Request) -> bool:
 
 def serves_forward(r: Request) -> bool:
     """Whether a forward that would be filled up reads and writes a call's arrays as they are."""
-    return _may_serve(r) and is_fitted(r) and chosen(r).form in FORMS
+    if not (_may_serve(r) and is_fitted(r)) or chosen(r).form not in FORMS:
+        return False
+    return chosen(r).form != "fused" or has_hopper_kernel(SIZE, arch_of(r))
 
 
 def serves_backward(r: Request) -> bool:

@@ -63,8 +63,9 @@ __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, 
   if (l.t == l.g >> 1) {
     const u32 at = to + 4 * (K * l.token_half + l.channel);
     if (NARROW && more) {
-      low[l.g & 1] += load_shared1(at);
-      high[2 + (l.g & 1)] += load_shared1(at + 32);
+      const float x = load_shared1(at), y = load_shared1(at + 32);
+      low[0] += x, low[1] += x;
+      high[2] += y, high[3] += y;
     }
     store_shared(at, __float_as_uint(l.g & 1 ? low[1] : low[0]));
     store_shared(at + 32, __float_as_uint(l.g & 1 ? high[3] : high[2]));

@@ -48,7 +48,7 @@ __device__ __forceinline__ void read_state(State& state, const ScanLane& l, cons
   if (IN_SEGMENTS && task.given)
     read_pairs(state.s, state_row(l, task), 2 * l.t, task.given);
   else if constexpr (NARROW)
-    read_real_elements(state, own_dims(p, task), state_row(l, task), 2 * l.t,
+    read_narrow_state(state, own_dims(p, task), state_row(l, task), l.t,
                        states ? state_at(states, task, flags, p) : 0, flags);
   else
     read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags, p) : 0, flags);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void read_state(State& state, const ScanLane& l, cons
 __device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task,
                                             u64 states, int flags, const ChunkBackwardParams& p) {
   if constexpr (NARROW)
-    write_real_elements(state, own_dims(p, task), state_row(l, task), 2 * l.t, state_at(states, task, flags, p), flags);
+    write_narrow_state(state, own_dims(p, task), state_row(l, task), l.t, state_at(states, task, flags, p), flags);
   else
     write_state(state, state_row(l, task), l.t, state_at(states, task, flags, p), flags);
 }

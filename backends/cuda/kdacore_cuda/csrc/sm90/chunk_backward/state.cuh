@@ -5,6 +5,7 @@
 #include "common/mma_operands.cuh"
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/narrow_states.cuh"
 
 constexpr int K_TILES = K / 16;  // channels of the state that one product takes
 constexpr int C_TILES = C / 16;
@@ -74,58 +75,18 @@ __device__ __forceinline__ void make_opaque(State& state) {
   }
 }
 
-// The channels and values that the caller's state has of what a kernel computes with, and values from one channel to the
-// next in memory, of a state whose channels are rows.
-struct StateDims {
-  int channels, values, pitch;
-};
-// Of a narrow state: calls f(element, its offset) for this lane's elements that the caller's state has, and g(element)
-// for the others.
-template <class F, class G>
-__device__ __forceinline__ void each_real_element(State& state, const StateDims& dims, int row, int channel,
-                                                  int flags, F f, G g) {
-  const bool v_first = flags & FLAG_V_FIRST;
-  const int k_step = opaque(v_first ? 1 : dims.pitch), v_step = opaque(v_first ? dims.channels : 1);
-  const int first = channel * k_step + row * v_step;
-#pragma unroll
-  for (int j = 0; j < 2 * K_TILES; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int k = 8 * j + (e & 1), v = 8 * (e >> 1);
-      if (channel + k < dims.channels && row + v < dims.values)
-        f(state.s[j][e], first + k * k_step + v * v_step);
-      else
-        g(state.s[j][e]);
-    }
-  }
-}
-// Zero without a matrix at `base`, and beyond its channels and values.
-__device__ __forceinline__ void read_real_elements(State& state, const StateDims& dims, int row, int channel,
-                                                   u64 base, int flags) {
-  const auto clear = [](float& x) { x = 0.0f; };
-  if (!base)
-    state = {};
-  else if (flags & FLAG_STATE_BF16)
-    each_real_element(
-        state, dims, row, channel, flags,
-        [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); }, clear);
+// The caller's state of a narrow head at `base`; zero without one, and beyond its channels and values.
+__device__ __forceinline__ void read_narrow_state(State& state, const StateDims& dims, int row, int t, u64 base,
+                                                  int flags) {
+  if (base)
+    read_real_elements(state.s, dims, row, 2 * t, base, flags);
   else
-    each_real_element(
-        state, dims, row, channel, flags,
-        [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; }, clear);
+    state = {};
   make_opaque(state);
 }
-__device__ __forceinline__ void write_real_elements(State& state, const StateDims& dims, int row, int channel,
-                                                    u64 base, int flags) {
-  const auto leave = [](float&) {};
-  if (flags & FLAG_STATE_BF16)
-    each_real_element(
-        state, dims, row, channel, flags,
-        [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); }, leave);
-  else
-    each_real_element(
-        state, dims, row, channel, flags,
-        [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; }, leave);
+__device__ __forceinline__ void write_narrow_state(const State& state, const StateDims& dims, int row, int t,
+                                                   u64 base, int flags) {
+  write_real_elements(state.s, dims, row, 2 * t, base, flags);
 }
 
 __device__ __forceinline__ void pack_state(Operand& to, const State& state) {

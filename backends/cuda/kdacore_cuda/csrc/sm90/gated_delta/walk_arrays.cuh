@@ -12,7 +12,7 @@ __device__ __forceinline__ void read_own_state(State& state, const GatedDeltaPar
     read_state(state, row, t, base, p.flags);
     if constexpr (HALF_F16) make_opaque(state);
   } else {
-    read_real_elements(state, {p.K, p.V, p.V}, row, 2 * t, base, p.flags);
+    read_narrow_state(state, {p.K, p.V, p.V}, row, t, base, p.flags);
   }
 }
 __device__ __forceinline__ void write_own_state(State& state, const GatedDeltaParams& p, int row, int t,
@@ -20,7 +20,7 @@ __device__ __forceinline__ void write_own_state(State& state, const GatedDeltaPa
   if constexpr (!NARROW) {
     write_state(state, row, t, base, p.flags);
   } else {
-    write_real_elements(state, {p.K, p.V, p.V}, row, 2 * t, base, p.flags);
+    write_narrow_state(state, {p.K, p.V, p.V}, row, t, base, p.flags);
   }
 }
 

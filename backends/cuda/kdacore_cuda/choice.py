@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
+from kdacore_cuda.fitted_head_dims import kernel_request
 from kdacore_cuda.gated_delta_variant import state_parts
 from kdacore_cuda.kernel_parameters import ORDERED_SEQUENCES, STEP_TOKENS
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
@@ -131,7 +132,8 @@ def choose(request: Request, device: Figures) -> Choice:
 # --- the chunk ops ------------------------------------------------------------------------------------------------
 
 
-def _choose_chunk(r: Request, device: Figures) -> Choice:
+def _choose_chunk(request: Request, device: Figures) -> Choice:
+    r = kernel_request(request)
     items, multiprocessors, bounded = items_for_choice(r), device.multiprocessors, has_bounded_gate(r)
     amount = amount_of(r)
     cut = use_segments_backward(items, multiprocessors)

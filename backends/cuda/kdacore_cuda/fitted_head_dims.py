@@ -1,6 +1,7 @@
 """Calls of ``chunk_kda`` and ``chunk_gated_delta_rule`` whose head dims no kernel has, as calls with K = V = 128.
 
-Kernels of ``chunk_gated_delta_rule`` have K and V up to 128 that are multiples of 16.
+Kernels of ``chunk_gated_delta_rule`` have K and V up to 128 that are multiples of 16, and so have some forms of
+``chunk_kda``, which also split values themselves: :mod:`kdacore_cuda.forms.own_head_dims`.
 
 Channels of q and k are filled up with zeros, which neither norms nor products notice; values too, and wider values
 become several value heads that share q, k, decays and betas. So K may be anything up to 128 and V anything; what it
@@ -64,12 +65,22 @@ def fitted_request(r: Request) -> Request:
     return dataclasses.replace(r, HV=HV, K=SIZE, V=SIZE, tensors=tensors, features=r.features - {"out"})
 
 
-def forward(of_size: Forward) -> Forward:
-    """A forward for calls of any head dims, given that of the kernels' own."""
+def kernel_request(r: Request) -> Request:
+    """The call as kernels are planned for it: that one, or the call itself."""
+    return fitted_request(r) if is_fitted(r) else r
+
+
+def never(r: Request) -> bool:
+    """Of a backend whose kernels read no call in place that is filled up for others."""
+    return False
+
+
+def forward(of_size: Forward, in_place: Callable[[Request], bool] = never) -> Forward:
+    """A forward for calls of any head dims, given that of the kernels' own, and which calls those serve as they are."""
 
     @wraps(of_size)
     def fitted(request: Request, inputs: Any) -> Outputs:
-        if not is_fitted(request):
+        if not is_fitted(request) or in_place(request):
             return of_size(request, inputs)
         fit = _Fit(request)
         found = of_size(fitted_request(request), fit.inputs(inputs))
@@ -82,7 +93,7 @@ def forward(of_size: Forward) -> Forward:
     return fitted
 
 
-def backward(of_size: Backward) -> Backward:
+def backward(of_size: Backward, in_place: Callable[[Request], bool] = never) -> Backward:
     """The same of a backward, which has kernels of one size. Gradients of what several value heads share are the sums
     over them."""
 
@@ -90,7 +101,7 @@ def backward(of_size: Backward) -> Backward:
     def fitted(
         request: Request, inputs: ChunkInputs, saved: tuple[Any, ...], grads: OutputGrads
     ) -> InputGrads:
-        if _has_kernels(request, backward=True):
+        if _has_kernels(request, backward=True) or in_place(request):
             return of_size(request, inputs, saved, grads)
         fit = _Fit(request)
         given = OutputGrads(

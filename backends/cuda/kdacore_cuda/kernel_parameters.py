@@ -84,13 +84,16 @@ _SEGMENTS = (
 """How a sequence is cut into segments: csrc/sm90/chunk_forward/segments/segment.cuh."""
 SEGMENT_LENGTHS = tuple(name for name, _ in _SEGMENTS[:-1])
 
+_HEAD_DIMS = _fields("i32", "K V value_blocks")
+"""Read by kernels of other head dims than their own: csrc/sm90/head_dims.cuh."""
+
 CHUNK_FORWARD = ParamStruct(
     "ChunkForwardParams",
     (
         *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt workspace"), *_STATE_ROWS, *_MARKS),
         *(*_fields("i64", "launch"), *_STATE_STRIDES, *_TOKEN_STRIDES, *_fields("i64", "T")),
         *_fields("i32", "N H HV clusters ckpt_every null_index marks gate flags beta_type bias_type"),
-        *_fields("f32", "scale lower_bound"),
+        *(*_fields("f32", "scale lower_bound"), *_HEAD_DIMS),
     ),
 )
 """Parameters of the chunk forward kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits.
@@ -185,6 +188,7 @@ CHUNK_BACKWARD = ParamStruct(
         *(*_fields("i64", "launch"), *_TOKEN_STRIDES, *_fields("i64", "T units hv_factor chunks_factor")),
         *(*_fields("i32", "N H HV NT gate flags beta_type bias_type"), *_SEGMENTS),
         *(*_fields("f32", "scale lower_bound floor centre"), *_fields("i32", "hv_shift chunks_shift")),
+        *_HEAD_DIMS,
     ),
 )
 """Parameters of the backward kernels, one struct for all. csrc/sm90/chunk_backward/workspace.cuh describes the
@@ -306,19 +310,20 @@ CHECKPOINT_TAIL = ParamStruct(
 
 SUMS = ParamStruct(
     "SumsParams",
-    (*_fields("ptr", "dA_part dbias_part d_A d_bias"), *_fields("i32", "slots HV A_type bias_type")),
+    (*_fields("ptr", "dA_part dbias_part d_A d_bias"), *_fields("i32", "slots HV A_type bias_type K")),
 )
-"""Parameters of the sums over chunks of float32 ``[slots, HV]`` and ``[slots, HV, K]``; a result of 0 is not wanted."""
+"""Parameters of the sums over chunks of float32 ``[slots, HV]`` and ``[slots, HV, 128]``; a result of 0 is not wanted.
+``K``: channels of a head."""
 
 GROUPS = ParamStruct(
     "GroupsParams",
     (
         *(*_fields("ptr", "x part out"), *_strided("x"), *_fields("i64", "T rows")),
-        *_fields("i32", "H HV flags"),
+        *_fields("i32", "H HV flags K"),
     ),
 )
-"""Parameters of the sums over a group's value heads: ``part`` float32 ``[B, T, HV, K]``, ``x`` q or k as given, ``out``
-like x but contiguous. ``rows``: B * T * H."""
+"""Parameters of the sums over a group's value heads: ``part`` float32 ``[B, T, HV, 128]``, ``x`` q or k as given,
+``out`` like x but contiguous, with K channels. ``rows``: B * T * H."""
 
 _FLAGS = """
 L2NORM BETA_SIGMOID NEG_EIGVAL V_FIRST STATE_BF16 CU64 INDEX64 ACCEPTED64 SCATTER_TOKENS INDEXED_OUT SCALAR_GATE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kdacore.types import Request
 from kdacore_cuda.choice import Choice, Figures, choose
+from kdacore_cuda.fitted_head_dims import kernel_request
 from kdacore_cuda.forms.chunk_numbers import gates_of
 from kdacore_cuda.forms.fused.kernels import chunk_forward_kernel
 from kdacore_cuda.runtime import device_figures
@@ -16,7 +17,7 @@ def figures_of(r: Request) -> Figures:
 
     def clusters_at_once(cluster: int) -> int:
         float_gate, bounded = gates_of(r)
-        kernel = chunk_forward_kernel(r.K, cluster, bounded, float_gate, arch)
+        kernel = chunk_forward_kernel(kernel_request(r).K, cluster, bounded, float_gate, arch)
         return device_figures.clusters_at_once(r, kernel, arch)
 
     counts = r.op.startswith(("chunk_", "fused_decode_"))

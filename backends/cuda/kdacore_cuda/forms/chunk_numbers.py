@@ -6,6 +6,7 @@ from typing import Any
 
 from kdacore.types import Request
 from kdacore_cuda import request_encoding as encoding
+from kdacore_cuda.fitted_head_dims import blocks_of
 from kdacore_cuda.forms.launches import ROWS, STRIDES
 from kdacore_cuda.kernel_parameters import GATES, TYPES
 from kdacore_cuda.runtime.plan_cache import FamilyCache
@@ -70,6 +71,9 @@ def _numbers_of_family(r: Request) -> dict[str, Any]:
     return {
         "H": r.H,
         "HV": r.HV,
+        "K": r.K,
+        "V": r.V,
+        "value_blocks": blocks_of(r),
         "hv_factor": hv_factor,
         "hv_shift": hv_shift,
         "ckpt_every": r.checkpoint_every,

@@ -67,6 +67,7 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(backward.scan_outputs_kernel, _WARPGROUPS),
         _each(backward.prepare_kernel, _EITHER, _EITHER),
         _each(backward.grads_kernel, _EITHER, _EITHER, _EITHER),
+        *_of_other_head_dims(),
         _each(backward.sums_kernel),
         _each(backward.groups_kernel),
         _each(backward.segment_maps_kernel, _WARPGROUPS, _EITHER),
@@ -88,6 +89,17 @@ def _of_hopper() -> list[Iterator[Kernel]]:
         _each(slices.chain_kernel, _BLOCKS),
         _each(fused.checkpoint_tail_kernel),
     ]
+
+
+def _of_other_head_dims() -> Iterator[Iterator[Kernel]]:
+    """The kernels of ``chunk_kda`` whose heads have other channels and values than 128."""
+    yield _each(fused.chunk_forward_kernel, (128,), (2, 4), *(_EITHER, _EITHER), (HOPPER,), _NO, _NO, _YES)
+    yield _each(backward.prepare_kernel, _EITHER, _EITHER, _NO, _NO, _YES)
+    yield _each(backward.scan_kernel, _WARPGROUPS, _NO, _YES)
+    yield _each(backward.scan_outputs_kernel, _WARPGROUPS, _YES)
+    yield _each(backward.grads_kernel, _EITHER, _EITHER, _EITHER, _YES)
+    yield _each(backward.sums_kernel, _YES)
+    yield _each(backward.groups_kernel, _YES)
 
 
 def _of_gated_delta(of: Variant) -> Iterator[Iterator[Kernel]]:

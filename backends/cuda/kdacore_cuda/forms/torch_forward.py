@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kdacore.types import FastCall, Outputs, Request
-from kdacore_cuda.fitted_head_dims import is_fitted
+from kdacore_cuda.fitted_head_dims import is_fitted, never
 from kdacore_cuda.forms.launches import Launches, Layout
 from kdacore_cuda.forms.recurrent.record_numbers import PARTS, record_strides
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
@@ -31,6 +31,7 @@ class TorchOp:
         aligned_bias_and_states: ``dt_bias`` must begin on 16 bytes, as q, k, v, out, and g with a gate for each channel
             must, and so must states where ``launches_of`` was told that they do.
         takes_float16_gate: kernels take g as float16.
+        in_place: of calls whose head dims are filled up, those that launches serve as they are.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class TorchOp:
         *,
         aligned_bias_and_states: bool = False,
         takes_float16_gate: bool = False,
+        in_place: Callable[[Request], bool] = never,
     ) -> None:
         self.launches_of, self.arrays, self.fields, self.takes_rows = launches_of, arrays, fields, takes_rows
         self.aligned_bias_and_states, self.takes_float16_gate = aligned_bias_and_states, takes_float16_gate
+        self.in_place = in_place
         self.take = itemgetter(*map(fields.index, arrays))
         """Takes what belongs to ``arrays`` out of a list with an entry for each argument."""
         self.run_of = FamilyCache(partial(_make_run, self))
@@ -59,10 +62,10 @@ class TorchOp:
         return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
-        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied, or no
-        kernel has the head dims. It returns None, having launched nothing, where arrays lie off 16 bytes or another
+        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied, as where
+        no kernel has the head dims. It returns None, having launched nothing, where arrays lie off 16 bytes or another
         device is current."""
-        if is_fitted(request):
+        if is_fitted(request) and not self.in_place(request):
             return None
         given, layout = readable(self, request, inputs)
         return self._call(request, layout) if given is inputs else None

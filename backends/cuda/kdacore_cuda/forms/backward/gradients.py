@@ -8,6 +8,7 @@ from kdacore_cuda.forms.backward.launches import launches_of
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_forward import CHUNK
 from kdacore_cuda.forms.chunk_numbers import CHUNK as CHUNK_TOKENS
+from kdacore_cuda.forms.own_head_dims import serves_backward
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.forms.torch_gradients import TorchGradients
 
@@ -27,5 +28,5 @@ def saved_kind(r: Request) -> str:
 
 
 CHUNK_GRADIENTS = TorchGradients(CHUNK, launches_of, saved_kind)
-backward = fitted_head_dims.backward(CHUNK_GRADIENTS.backward)
+backward = fitted_head_dims.backward(CHUNK_GRADIENTS.backward, serves_backward)
 make_fast_gradients = CHUNK_GRADIENTS.make_fast_gradients

@@ -1,7 +1,8 @@
-"""The kernels of the chunk backward on Hopper, K = V = 128, whole and in segments: how each is compiled.
+"""The kernels of the chunk backward on Hopper, whole and in segments: how each is compiled.
 
 Arguments that kernels of other forms have too: ``float_gate``: ``g`` is float32, not bfloat16; ``bounded``: every log
-decay lies in [-5, 0], so that one exponent anchor serves half a chunk.
+decay lies in [-5, 0], so that one exponent anchor serves half a chunk; ``narrow``: heads have other channels and values
+than 128 (csrc/sm90/head_dims.cuh).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ _SUMS_THREADS, GROUPS_THREADS = 512, 256
 
 
 @cache
-def sums_kernel() -> Kernel:
+def sums_kernel(narrow: bool = False) -> Kernel:
     """Sums over chunks, one block per value head."""
-    return make_kernel(f"{_SOURCES}/sums", SUMS, THREADS=_SUMS_THREADS)
+    return make_kernel(f"{_SOURCES}/sums", SUMS, THREADS=_SUMS_THREADS, NARROW=narrow or None)
 
 
 @cache
-def groups_kernel() -> Kernel:
+def groups_kernel(narrow: bool = False) -> Kernel:
     """Sums over the value heads of a group, one warp per row."""
-    return make_kernel(f"{_SOURCES}/groups", GROUPS, THREADS=GROUPS_THREADS)
+    return make_kernel(f"{_SOURCES}/groups", GROUPS, THREADS=GROUPS_THREADS, NARROW=narrow or None)
 
 
 def walk_warpgroups(walks: int, multiprocessors: int) -> int:
@@ -34,18 +35,18 @@ def walk_warpgroups(walks: int, multiprocessors: int) -> int:
 
 
 @cache
-def scan_kernel(warpgroups: int, in_segments: bool = False) -> Kernel:
+def scan_kernel(warpgroups: int, in_segments: bool = False, narrow: bool = False) -> Kernel:
     """States forward and their gradients in reverse: two walks per sequence and value head, one block each
     (``warpgroups`` 2) or two. ``in_segments``: two walks per segment, from its start and from its end."""
-    macros = {"WARPGROUPS": warpgroups, "IN_SEGMENTS": in_segments or None}
+    macros = {"WARPGROUPS": warpgroups, "IN_SEGMENTS": in_segments or None, "NARROW": narrow or None}
     return make_kernel(f"{_SOURCES}/scan", CHUNK_BACKWARD, **macros)
 
 
 @cache
-def scan_outputs_kernel(warpgroups: int) -> Kernel:
+def scan_outputs_kernel(warpgroups: int, narrow: bool = False) -> Kernel:
     """States and outputs of a forward that saves what its backward would recompute: one walk per sequence and value
     head, as in :func:`scan_kernel`."""
-    return make_kernel(f"{_SOURCES}/scan_outputs", SCAN_OUTPUTS, WARPGROUPS=warpgroups)
+    return make_kernel(f"{_SOURCES}/scan_outputs", SCAN_OUTPUTS, WARPGROUPS=warpgroups, NARROW=narrow or None)
 
 
 @cache
@@ -65,7 +66,11 @@ def segment_chain_kernel(blocks: int) -> Kernel:
 
 @cache
 def prepare_kernel(
-    float_gate: bool, bounded: bool = True, for_segments: bool = False, leaving_only: bool = False
+    float_gate: bool,
+    bounded: bool = True,
+    for_segments: bool = False,
+    leaving_only: bool = False,
+    narrow: bool = False,
 ) -> Kernel:
     """Operands of each chunk, one block per unit; ``leaving_only``: of the sequence of a pack that ends at T alone.
 
@@ -73,13 +78,13 @@ def prepare_kernel(
     else those of the backward, one array each. For bounded gates
     :func:`kdacore_cuda.forms.segments.kernels.segments_prepare_kernel` is faster.
     """
-    more = {"FOR_SEGMENTS": for_segments or None, "LEAVING_ONLY": leaving_only or None}
+    more = {"FOR_SEGMENTS": for_segments or None, "LEAVING_ONLY": leaving_only or None, "NARROW": narrow or None}
     return make_kernel(f"{_SOURCES}/prepare", CHUNK_BACKWARD, G_FLOAT=float_gate, BOUNDED=bounded, **more)
 
 
 @cache
-def grads_kernel(float_gate: bool, grouped: bool, bounded: bool = True) -> Kernel:
+def grads_kernel(float_gate: bool, grouped: bool, bounded: bool = True, narrow: bool = False) -> Kernel:
     """Every input gradient of a unit; one block per multiprocessor loops over units. ``grouped``: HV > H: dq and dk are
     float32 and one per value head, to be summed by :func:`groups_kernel`."""
     flags = {"G_FLOAT": float_gate, "GROUPED": grouped, "BOUNDED": bounded}
-    return make_kernel(f"{_SOURCES}/grads", CHUNK_BACKWARD, **flags)
+    return make_kernel(f"{_SOURCES}/grads", CHUNK_BACKWARD, **flags, NARROW=narrow or None)

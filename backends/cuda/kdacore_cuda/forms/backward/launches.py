@@ -15,6 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kdacore.types import InputGrads, Request
+from kdacore_cuda.fitted_head_dims import SIZE, kernel_request
 from kdacore_cuda.forms.backward import kernels, workspace
 from kdacore_cuda.forms.backward.segments import WORKSPACE as SEGMENTS_WORKSPACE
 from kdacore_cuda.forms.backward.segments import Walks, scan_in_segments
@@ -22,6 +23,7 @@ from kdacore_cuda.forms.backward.workspace import WORKSPACE, Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots, gates_of
 from kdacore_cuda.forms.launches import TOKENS, Launches, made_once
+from kdacore_cuda.forms.own_head_dims import is_narrow
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.request_encoding import items_for_choice, type_code
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
@@ -58,11 +60,11 @@ def launches_of(
         sums_to_caller: sums for gradients of A_log and dt_bias over chunks are left to the caller.
     """
     numbers, multiprocessors = chunk_numbers(r), multiprocessors_of(r)
-    units, tokens, packed = numbers["units"], r.B * r.T, r.packed
+    units, tokens, packed, blocks = numbers["units"], r.B * r.T, r.packed, numbers["value_blocks"]
     numbers["call_flags"] = numbers["flags"]
     scan, own, sizes = _scan_of(r, saved, units, multiprocessors)
     numbers |= own
-    places, of_first, of_both = _places_in_unit(saved == "operands")
+    places, of_first, of_both = _places_in_unit(saved == "operands", blocks)
     numbers |= {name: units * at for name, at in places}
     first, both, second, zeroed = Buffer(units * of_first), Buffer(units * of_both), Buffer(), Buffer()
     in_saved = _in_saved(saved)
@@ -79,7 +81,7 @@ def launches_of(
         if wanted.A_log:
             numbers["dA_part_at"] = sums.add(4 * units)
         if wanted.dt_bias:
-            numbers["dbias_part_at"] = sums.add(4 * units * r.K)
+            numbers["dbias_part_at"] = sums.add(4 * units * SIZE)
     gates, grouped, A_type, row_bytes = _of_family(r)
     for x in _in_second(grouped, wanted):
         numbers[f"d{x}_at"] = second.add(tokens * row_bytes[x])
@@ -93,9 +95,10 @@ def launches_of(
         "zeroed_bytes": zeroed.bytes,
     }
     arch = arch_of(r)
-    one = _first_program(numbers, *gates, saved, scan)
+    narrow = is_narrow(r)
+    one = _first_program(numbers, *gates, saved, scan, narrow)
     in_segments = isinstance(scan, Walks)
-    two = _second_program(numbers, *gates, grouped, wanted, saved, in_segments, sums_to_caller, packed)
+    two = _second_program(numbers, *gates, grouped, wanted, saved, in_segments, sums_to_caller, packed, narrow)
     return BackwardLaunches(
         Launches(one, numbers, arch, {"both": both.bytes, "first": first.bytes}),
         Launches(two, numbers, arch, {"second": second.bytes, "zeroed": zeroed.bytes}),
@@ -107,7 +110,8 @@ def _scan_of(
 ) -> tuple[int | Walks, dict[str, int], dict[str, int]]:
     """The scan: warpgroups of the kernel for whole sequences, or walks of segments; its numbers; bytes of the arrays
     that it needs beside the common workspace."""
-    items, heads = r.N * r.HV, items_for_choice(r)
+    walked = kernel_request(r)  # whose value heads are blocks of the call's
+    items, heads = walked.N * walked.HV, items_for_choice(walked)
     if saved == "operands":  # of the scan's blocks the reverse ones come first
         warpgroups = kernels.walk_warpgroups(heads, multiprocessors)
         return warpgroups, {"scan_blocks": 2 // warpgroups * items}, {}
@@ -124,8 +128,8 @@ def _numbers_of_family(r: Request) -> tuple[tuple[bool, bool], bool, int, dict[s
     grouped = r.HV != r.H
     row_bytes = {}
     for x, width in (("q", r.K), ("k", r.K), ("v", r.V), ("g", r.K), ("beta", 1)):
-        size = 4 if grouped and x in ("q", "k") else ITEM_SIZES[r.spec(x).dtype]
-        row_bytes[x] = r.HV * width * size
+        parts = grouped and x in ("q", "k")
+        row_bytes[x] = r.HV * (4 * SIZE if parts else width * ITEM_SIZES[r.spec(x).dtype])
     return gates_of(r), grouped, type_code(r, "A_log"), row_bytes
 
 
@@ -145,11 +149,14 @@ def _in_saved(saved: str) -> tuple[str, ...]:
 
 
 @cache
-def _places_in_unit(operands_are_saved: bool) -> tuple[tuple[tuple[str, int], ...], int, int]:
+def _places_in_unit(
+    operands_are_saved: bool, value_blocks: int
+) -> tuple[tuple[tuple[str, int], ...], int, int]:
     """Where the arrays of the workspace lie if there is one unit, by the names of those numbers; bytes of a unit in
     the buffers ``first`` and ``both``. All are multiples of 256, so with more units each is as many times that."""
-    places, first, both = workspace.saved_buffer(1)[0] if operands_are_saved else {}, Buffer(), Buffer()
-    for name, size in workspace.UNIT_BYTES.items():
+    places = workspace.saved_buffer(1, value_blocks)[0] if operands_are_saved else {}
+    first, both = Buffer(), Buffer()
+    for name, size in workspace.unit_bytes(value_blocks).items():
         if name not in places:
             places[name] = (both if name in _IN_BOTH else first).add(size)
     return tuple((f"{name}_at", at) for name, at in places.items()), first.bytes, both.bytes
@@ -167,14 +174,14 @@ def _place(name: str, saved: str) -> Value:
 
 @made_once
 def _first_program(
-    numbers: Iterable[str], float_gate: bool, bounded: bool, saved: str, scan: int | Walks
+    numbers: Iterable[str], float_gate: bool, bounded: bool, saved: str, scan: int | Walks, narrow: bool
 ) -> Program:
     walks = scan if isinstance(scan, Walks) else None
     more = SEGMENTS_WORKSPACE if walks and walks.maps else ()
     fields: dict[str, Value] = {name: _place(name, saved) for name in (*WORKSPACE, *more)}
     fields["h0"] = "initial_state"
-    made = {} if saved == "operands" else {"prepare": kernels.prepare_kernel(float_gate, bounded)}
-    made |= {"scan": kernels.scan_kernel(scan)} if isinstance(scan, int) else dict(scan.kernels())
+    made = {} if saved == "operands" else {"prepare": kernels.prepare_kernel(float_gate, bounded, narrow=narrow)}
+    made |= {"scan": kernels.scan_kernel(scan, narrow=narrow)} if isinstance(scan, int) else dict(scan.kernels())
     steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in made.items()]
     return Program(steps, FIRST_ARRAYS, tuple(numbers))
 
@@ -190,6 +197,7 @@ def _second_program(
     in_segments: bool,
     sums_to_caller: bool,
     packed: bool,
+    narrow: bool,
 ) -> Program:
     """``in_segments``: the call's numbers include the lengths of segments, which the kernels' parameters have."""
     parts: dict[str, Value] = {}
@@ -208,12 +216,13 @@ def _second_program(
     fields |= {"h0": "initial_state"} | parts
     fields |= {f"d{x}": ("second", f"d{x}_at") for x in _in_second(grouped, wanted)}
     steps: list[Launch | Clear] = [Clear("zeroed", "zeroed_bytes")] if packed and has_sums else []
-    steps.append(Launch("grads", kernels.grads_kernel(float_gate, grouped, bounded), "grads_blocks", fields))
+    grads = kernels.grads_kernel(float_gate, grouped, bounded, narrow)
+    steps.append(Launch("grads", grads, "grads_blocks", fields))
     for x in ("q", "k") if grouped else ():
         if getattr(wanted, x):
             own: dict[str, Value] = {f"x_{axis}": f"{x}_{axis}" for axis in ("sb", "st", "sh")}
             own |= {"x": x, "part": fields[f"d{x}"], "out": f"d{x}", "flags": "call_flags"}
-            steps.append(Launch(f"groups of {x}", kernels.groups_kernel(), "group_blocks", own))
+            steps.append(Launch(f"groups of {x}", kernels.groups_kernel(narrow), "group_blocks", own))
     if has_sums:
-        steps.append(Launch("sums", kernels.sums_kernel(), "HV", parts | sums))
+        steps.append(Launch("sums", kernels.sums_kernel(narrow), "HV", parts | sums))
     return Program(steps, SECOND_ARRAYS, tuple(numbers))

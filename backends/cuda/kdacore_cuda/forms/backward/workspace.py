@@ -17,6 +17,15 @@ workspace header under csrc/sm90 says what they hold."""
 UNIT_BYTES = {name: elements * ITEM_SIZES[dtype] for name, (elements, dtype) in WORKSPACE.items()}
 """Bytes of each array, for one chunk and value head."""
 
+OF_VALUES = frozenset({"u", "h", "dh", "dr"})
+"""Those of which there is one for each block of 128 values (csrc/sm90/head_dims.cuh)."""
+
+
+def unit_bytes(value_blocks: int = 1) -> dict[str, int]:
+    """Bytes of each array, for one chunk and value head of so many blocks."""
+    return {name: size * (value_blocks if name in OF_VALUES else 1) for name, size in UNIT_BYTES.items()}
+
+
 READ_BY_SCAN_ONLY = frozenset({"kg", "kg_low", "qg", "w", "aqk", "inv"})
 """Those that the gradients kernel does not read."""
 
@@ -42,8 +51,8 @@ SAVED = ("kg", "kg_low", "qg", "w", "u", "aqk", "inv", "h", "last", "rows")
 neither, and its gradients have the same bits. u is v minus the state's prediction, as the scan leaves it."""
 
 
-def saved_buffer(units: int) -> tuple[dict[str, int], int]:
+def saved_buffer(units: int, value_blocks: int = 1) -> tuple[dict[str, int], int]:
     """Offset of each array in the buffer that is saved, in bytes, for ``units`` chunk slots times value heads, and
     bytes of the buffer."""
-    buffer = Buffer()
-    return {name: buffer.add(units * UNIT_BYTES[name]) for name in SAVED}, buffer.bytes
+    buffer, sizes = Buffer(), unit_bytes(value_blocks)
+    return {name: buffer.add(units * sizes[name]) for name in SAVED}, buffer.bytes

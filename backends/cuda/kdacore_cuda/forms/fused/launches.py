@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from kdacore.types import Request
 from kdacore_cuda.architectures import has_hopper_kernel
+from kdacore_cuda.fitted_head_dims import kernel_request
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import call_numbers, g_type, gates_of
 from kdacore_cuda.forms.fused.kernels import TAIL_BLOCKS, checkpoint_tail_kernel, chunk_forward_kernel
@@ -22,8 +23,12 @@ def launches_of(r: Request) -> Launches:
     arch, clusters = arch_of(r), chosen(r).clusters
     if clusters is None:
         raise ValueError(f"{r.op}: another form serves this call")
-    numbers = call_numbers(r) | {"clusters": clusters.resident, "blocks": clusters.blocks(r.N * r.HV)}
-    used = workspace_bytes(r, clusters)
+    made = kernel_request(r)  # whose value heads are blocks of the call's
+    if narrow := made is not r:  # the other kernels, of the same bits, are for K = V = 128
+        clusters = clusters._replace(preparing=0, many_short=False)
+    numbers = call_numbers(r) | {"clusters": clusters.resident, "blocks": clusters.blocks(made.N * made.HV)}
+    numbers["HV"] = made.HV
+    used = workspace_bytes(made, clusters)
     has_workspace = used > 0
     if has_tail := bool(r.checkpoint_count) and has_hopper_kernel(r.K, arch):
         used = -(-used // 256) * 256
@@ -36,7 +41,7 @@ def launches_of(r: Request) -> Launches:
         used += 4 * r.checkpoint_count * r.HV * r.K * r.V
     float_gate, bounded = gates_of(r)
     more = clusters.many_short, clusters.preparing > 0
-    kernel = chunk_forward_kernel(r.K, clusters.size, bounded, float_gate, arch, *more)
+    kernel = chunk_forward_kernel(made.K, clusters.size, bounded, float_gate, arch, *more, narrow)
     program = _program(numbers, kernel, has_workspace, has_tail)
     return Launches(program, numbers, arch, {"workspace": used})
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kdacore.types import Request
+from kdacore_cuda.fitted_head_dims import kernel_request
 from kdacore_cuda.forms.backward import kernels
 from kdacore_cuda.forms.backward.workspace import SAVED, saved_buffer
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, gates_of
 from kdacore_cuda.forms.launches import FORWARD_ARRAYS, Launches, made_once
+from kdacore_cuda.forms.own_head_dims import is_narrow
 from kdacore_cuda.request_encoding import items_for_choice
 from kdacore_cuda.runtime.device_figures import arch_of, multiprocessors_of
 from kdacore_cuda.runtime.program import Launch, Program, Value
@@ -17,20 +19,24 @@ from kdacore_cuda.runtime.program import Launch, Program, Value
 
 def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves."""
-    numbers = chunk_numbers(r)
-    units, warpgroups = numbers["units"], kernels.walk_warpgroups(items_for_choice(r), multiprocessors_of(r))
-    places, size = saved_buffer(units)
+    numbers, walked = chunk_numbers(r), kernel_request(r)  # whose value heads are blocks of the call's
+    units, items = numbers["units"], items_for_choice(walked)
+    warpgroups = kernels.walk_warpgroups(items, multiprocessors_of(r))
+    places, size = saved_buffer(units, numbers["value_blocks"])
     numbers |= {f"{name}_at": at for name, at in places.items()}
-    numbers |= {"prepare_blocks": units, "output_blocks": 2 // warpgroups * r.N * r.HV}
-    program = _program(numbers, *gates_of(r), warpgroups)
+    numbers |= {"prepare_blocks": units, "output_blocks": 2 // warpgroups * walked.N * walked.HV}
+    program = _program(numbers, *gates_of(r), warpgroups, is_narrow(r))
     return Launches(program, numbers, arch_of(r), {"saved": size})
 
 
 @made_once
-def _program(numbers: Iterable[str], float_gate: bool, bounded: bool, warpgroups: int) -> Program:
+def _program(
+    numbers: Iterable[str], float_gate: bool, bounded: bool, warpgroups: int, narrow: bool
+) -> Program:
     work: dict[str, Value] = {name: ("saved", f"{name}_at") for name in SAVED}
     work["h0"] = "initial_state"
-    prepare, outputs = kernels.prepare_kernel(float_gate, bounded), kernels.scan_outputs_kernel(warpgroups)
+    prepare = kernels.prepare_kernel(float_gate, bounded, narrow=narrow)
+    outputs = kernels.scan_outputs_kernel(warpgroups, narrow)
     steps = (
         Launch("prepare", prepare, "prepare_blocks", work),
         Launch("outputs", outputs, "output_blocks", work | {"ht": "final_state"}),

@@ -31,16 +31,33 @@
 __device__ __forceinline__ void fetch_shared(const ChunkBackwardParams& p, u32 shared, int n, const Lane& l) {
   const u32 unit = unit_at(shared, n);
   if (unit_int(unit, OFFSET(SharedUnit, rows))) {
-    if (l.thread == WORKSPACE_THREAD) fetch_workspace(p, shared, n);
-    fetch_outputs(p, shared, unit, l);
+    if (l.thread == WORKSPACE_THREAD) fetch_workspace(p, shared, n, 0);
+    fetch_outputs(p, shared, unit, 0, l);
   }
   copy_async_commit();
 }
 __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, const NextUnit& next,
                                              int n, const Lane& l) {
-  if (l.thread == WORKSPACE_THREAD && next.rows) fetch_workspace_after_pairs(p, shared, n);
-  fetch_own(shared + OFFSET(SharedMemory, v), next.v, p.v_st, next.rows, l);
+  if (l.thread == WORKSPACE_THREAD && next.rows) fetch_workspace_after_pairs(p, shared, n, 0);
+  fetch_own(shared + OFFSET(SharedMemory, v), next.v, p.v_st, next.rows, values_of_block(p, 0), l);
   copy_async_commit();
+}
+// All of these for a further block of values of unit n, once every warp is done with the block before; they have arrived
+// when it returns, but for those that barriers count.
+__device__ __forceinline__ void fetch_block(const ChunkBackwardParams& p, u32 shared, int n, int block,
+                                            const Lane& l) {
+  const u32 unit = unit_at(shared, n);
+  if (l.thread == WORKSPACE_THREAD) {
+    fetch_workspace(p, shared, n, block);
+    fetch_workspace_after_pairs(p, shared, n, block);
+  }
+  fetch_outputs(p, shared, unit, block, l);
+  fetch_own(shared + OFFSET(SharedMemory, v), unit_long(unit, OFFSET(SharedUnit, v)) + 2 * V * block, p.v_st,
+            unit_int(unit, OFFSET(SharedUnit, rows)), values_of_block(p, block), l);
+  copy_async_commit();
+  copy_async_wait<0>();
+  fence_async_proxy();
+  sync_block();
 }
 __device__ __forceinline__ void fetch_gate_group(const ChunkBackwardParams& p, u32 shared,
                                                  const NextUnit& next, const Lane& l) {
@@ -63,8 +80,8 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
   {
     const NextUnit first = next_unit(unit_at(shared, 0));
     fetch_values(p, shared, first, 0, l);
-    fetch_own(shared + OFFSET(SharedMemory, q), first.q, p.q_st, first.rows, l);
-    fetch_own(shared + OFFSET(SharedMemory, k), first.k, p.k_st, first.rows, l);
+    fetch_own(shared + OFFSET(SharedMemory, q), first.q, p.q_st, first.rows, channels_of(p), l);
+    fetch_own(shared + OFFSET(SharedMemory, k), first.k, p.k_st, first.rows, channels_of(p), l);
     fetch_gate_group(p, shared, first, l);
   }
   copy_async_wait<2>();
@@ -72,15 +89,15 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
   sync_block();
 }
 
-// Products of dA and dL; while they run, dv and what v gives to dbeta.
+// Products of dA and dL; while they run, dv and what v gives to dbeta. `fetched`: blocks of values before this one.
 __device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
-                                               int n, u32 unit, u32 scalars, const Lane& l) {
+                                               int fetched, u32 unit, u32 scalars, int block, const Lane& l) {
   u32 x[8][4];
-  barrier_wait(shared + OFFSET(SharedMemory, pairs_full), n & 1);
+  barrier_wait(shared + OFFSET(SharedMemory, pairs_full), fetched & 1);
   start_pairs(pairs, x, shared, l);
   copy_async_wait<1>();
   sync_warp();
-  value_gradients(p, shared, unit, scalars, l);
+  value_gradients(p, shared, unit, scalars, block, l);
   warpgroup_wait<0>();
   fence_registers(pairs);
 }
@@ -100,13 +117,37 @@ __device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBac
   if (n) store_partial_sums(p, shared, unit_at(shared, n - 1), l);
 }
 
-// The states' products of the other 64 values, until they have been started.
+// The states' products of a block's first 64 values, until they have been started.
+__device__ __forceinline__ void begin_states(Accumulators& d, StateOperands& a, u32 shared, int fetched,
+                                             u32 states, int block, const Lane& l) {
+  barrier_wait(shared + OFFSET(SharedMemory, states_full), fetched & 1);
+  load_states(a, shared, 0, l);
+  if (l.token_half == 0) multiply_states(a, states, block, l);
+  start_states(d, a, shared, 0, l);
+}
+// Those of the other 64 values.
 __device__ __forceinline__ void finish_states(Accumulators& d, StateOperands& a, u32 shared, u32 states,
-                                              const Lane& l) {
+                                              int block, const Lane& l) {
   wait_states(d);
   load_states(a, shared, 4, l);
-  if (l.token_half) multiply_states(a, states, l);
+  if (l.token_half) multiply_states(a, states, block, l);
   start_states(d, a, shared, 4, l);
+}
+
+// All blocks of a unit's values but the last: their dv, and their part of the products.
+__device__ __forceinline__ void add_blocks(float (&pairs)[4][4], Accumulators& d, const ChunkBackwardParams& p,
+                                           u32 shared, int n, int& further, u32 unit, u32 states, u32 scalars,
+                                           const Lane& l) {
+#pragma unroll 1
+  for (int block = 0; block + 1 < p.value_blocks; ++block, ++further) {
+    StateOperands a;
+    multiply_pairs(pairs, p, shared, n + further, unit, scalars, block, l);
+    begin_states(d, a, shared, n + further, states, block, l);
+    finish_states(d, a, shared, states, block, l);
+    wait_states(d);
+    sync_block();
+    fetch_block(p, shared, n, block + 1, l);
+  }
 }
 
 // dq, dk, dbeta and dg to device memory; each array's place is given to the next unit.
@@ -119,7 +160,7 @@ __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&d
   const NextUnit next = next_unit(unit_at(shared, n + 1));
   fetch_values(p, shared, next, n + 1, l);
   const float2 by = load_shared2(shared + OFFSET(SharedMemory, scaling));
-  const OutputRows to = output_rows(p, unit, l);
+  const OutputRows to = channel_rows(p, unit, l);
   if (!BOUNDED && l.thread == UNIT_THREAD)
     write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
   NormGradient q_norm = {}, k_norm = {};
@@ -128,9 +169,9 @@ __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&d
     k_norm = row_norm_gradient(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l);
   }
   store_row_gradient(d.aq, q_norm, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
-  fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, l);
+  fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, channels_of(p), l);
   store_row_gradient(dk, k_norm, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
-  fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, l);
+  fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, channels_of(p), l);
   store_beta_gradient(p, shared, scalars, unit, l);
   float following[2];
   load_following_sums(following, shared, states, last, by.x, l);
@@ -147,7 +188,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   Lane l = make_lane(warp);  // recomputed in every step
   start_block(p, shared, l);
 
-  int n = 0;
+  int n = 0, further = 0;  // units; blocks of values beyond each unit's first
   for (;; ++n) {
     // Where shared memory has what belongs to this unit alone.
     const u32 unit = unit_at(shared, n), gate = shared + OFFSET(SharedMemory, gate) + (n & 1) * GATE_PITCH;
@@ -157,20 +198,23 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     const u32 scalars = shared + OFFSET(SharedMemory, rows) + (n & 1) * ROWS_BYTES;
     const u32 last = shared + OFFSET(SharedMemory, last) + (n & 1) * LAST_BYTES;
 
+    const int last_block = value_blocks(p) - 1;
+
     // 1. Gradients of the matrices of token pairs, and the products with the states h and dh.
     const GateLoads gate_loads = load_gate(p, unit_int(unit, OFFSET(SharedUnit, hv)), l);
     Accumulators d;
     StateOperands a;
     {
       float pairs[4][4];
-      multiply_pairs(pairs, p, shared, n, unit, scalars, l);
-      barrier_wait(shared + OFFSET(SharedMemory, states_full), n & 1);
-      load_states(a, shared, 0, l);
-      if (l.token_half == 0) multiply_states(a, states, l);
-      start_states(d, a, shared, 0, l);
+      if constexpr (NARROW) {
+        each([&](int j, int e) { pairs[j][e] = d.aq[j][e] = d.ax[j][e] = d.cs[j][e] = 0.0f; });
+        add_blocks(pairs, d, p, shared, n, further, unit, states, scalars, l);
+      }
+      multiply_pairs(pairs, p, shared, n + further, unit, scalars, last_block, l);
+      begin_states(d, a, shared, n + further, states, last_block, l);
       share_pairs(pairs, p, shared, n, gate, gate_loads, l);
     }
-    finish_states(d, a, shared, states, l);
+    finish_states(d, a, shared, states, last_block, l);
     copy_async_wait<0>();
     sync_warp();
 
@@ -213,6 +257,6 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     store_partial_sums(p, shared, unit_at(shared, n - 1), l);
   }
   copy_async_wait<0>();
-  clear_gradient_tail(p, GROUPED ? 4 : 2, G_FLOAT ? 4 : 2,
+  clear_gradient_tail(p, GROUPED ? 4 * K : 2 * channels_of(p), G_FLOAT ? 4 : 2,
                       {(u32)(block_index() * THREADS + thread_index()), (u32)(grid_blocks() * THREADS)});
 }

@@ -10,7 +10,8 @@ struct GateLoads {
 };
 __device__ __forceinline__ GateLoads load_gate(const ChunkBackwardParams& p, int hv, const Lane& l) {
   GateLoads r = {0.0f};
-  if (l.thread < K && p.dt_bias) r.x = load_scalar(p.dt_bias, (long long)hv * K + l.thread, p.bias_type);
+  if (l.thread < channels_of(p) && p.dt_bias)
+    r.x = load_scalar(p.dt_bias, (long long)hv * channels_of(p) + l.thread, p.bias_type);
   if (l.thread == K && p.A_log) r.x = reinterpret_cast<const float*>(p.A_log)[hv];
   return r;
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void pairs_operand(u32 (&a)[4], u32 shared, bool of_o
   }
 }
 
-// Starts the products; `a` must not change before they are complete.
+// Starts the products; `a` must not change before they are complete. NARROW: added to what is in d.
 __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u32 shared, const Lane& l) {
   const u64 values = columns_operand(shared + OFFSET(SharedMemory, u) + 64 * l.channel_half);
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u3
   warpgroup_fence();
 #pragma unroll
   for (int kk = 0; kk < 8; ++kk)
-    warpgroup_mma<1>(d, a[kk], values + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
+    warpgroup_mma<1>(d, a[kk], values + descriptor_step(kk * 16 * IMAGE_ROW), NARROW || kk > 0);
   warpgroup_commit();
 }
 

@@ -9,6 +9,7 @@
 #include "common/gate.cuh"
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/head_dims.cuh"
 #include "sm90/warp.cuh"
 
 // Macros from the host: G_FLOAT, GROUPED, BOUNDED.

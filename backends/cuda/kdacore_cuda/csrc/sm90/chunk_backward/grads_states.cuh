@@ -23,7 +23,8 @@ __device__ __forceinline__ void load_states(StateOperands& a, u32 shared, int fi
   }
 }
 
-// Starts the products of 64 values; neither d nor `a` may be touched before they are waited for.
+// Starts the products of 64 values; neither d nor `a` may be touched before they are waited for. NARROW: added to what
+// is in d, as others are from the second 64 values on.
 __device__ __forceinline__ void start_states(Accumulators& d, const StateOperands& a, u32 shared, int first,
                                              const Lane& l) {
   const u64 outputs = rows_operand(shared + OFFSET(SharedMemory, d_o) + l.token_half * HALF * IMAGE_ROW);
@@ -37,9 +38,9 @@ __device__ __forceinline__ void start_states(Accumulators& d, const StateOperand
   for (int i = 0; i < 4; ++i) {
     const int kk = first + i;
     warpgroup_mma<0>(d.aq, a.h[i], outputs + descriptor_step((kk >> 2) * SQUARE_BYTES + (kk & 3) * 32),
-                     kk > 0);
-    warpgroup_mma<1>(d.ax, a.h[i], dr + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
-    warpgroup_mma<1>(d.cs, a.dh[i], values + descriptor_step(kk * 16 * IMAGE_ROW), kk > 0);
+                     NARROW || kk > 0);
+    warpgroup_mma<1>(d.ax, a.h[i], dr + descriptor_step(kk * 16 * IMAGE_ROW), NARROW || kk > 0);
+    warpgroup_mma<1>(d.cs, a.dh[i], values + descriptor_step(kk * 16 * IMAGE_ROW), NARROW || kk > 0);
   }
   warpgroup_commit();
 }
@@ -51,8 +52,8 @@ __device__ __forceinline__ void wait_states(Accumulators& d) {
 }
 
 // sum_v h dh over these 64 values, the diagonal of a product; each side has its own half of V. Of
-// the 16 by 8 tiles of either 8 channels one lane a channel has the diagonal.
-__device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, const Lane& l) {
+// the 16 by 8 tiles of either 8 channels one lane a channel has the diagonal. `more`: added to what is there.
+__device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, bool more, const Lane& l) {
   float low[4] = {}, high[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -61,6 +62,11 @@ __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, 
   }
   if (l.t == l.g >> 1) {
     const u32 at = to + 4 * (K * l.token_half + l.channel);
+    if (NARROW && more) {
+      const float x = load_shared1(at), y = load_shared1(at + 32);
+      low[0] += x, low[1] += x;
+      high[2] += y, high[3] += y;
+    }
     store_shared(at, __float_as_uint(l.g & 1 ? low[1] : low[0]));
     store_shared(at + 32, __float_as_uint(l.g & 1 ? high[3] : high[2]));
   }

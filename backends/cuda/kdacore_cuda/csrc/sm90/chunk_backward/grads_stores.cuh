@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
                                                    u32 image, float grow, const ChunkBackwardParams& p,
                                                    u64 array, u32 shared, u32 unit, const OutputRows& to,
                                                    const Lane& l) {
-  if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, l);
+  if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, K, l);
   Operand r;
   load_own(r, shared + image, l);
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
       r[j >> 1][2 * (j & 1) + (e >> 1)] = pack_bf16(x, y);
     }
   }
-  store_own(shared + image, r, p, array, to, l);
+  store_own(shared + image, r, p, array, channels_of(p), to, l);
 }
 
 // dgc to gradients of the decays, in place: sums from each token to the half's end, `following`
@@ -136,11 +136,11 @@ __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const Chun
   const GateSums sums =
       gate_backward(d, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
   if constexpr (G_FLOAT) {
-    store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, l);
+    store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, channels_of(p), l);
   } else {
     Operand x;
     make_operand(x, [&](int j, int e) { return d[j][e]; });
-    store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, to, l);
+    store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, channels_of(p), to, l);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -3,9 +3,10 @@
 
 #include "common/clear_rows.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/head_dims.cuh"
 
-// By all threads of the grid. `qk_size` and `g_size`: bytes of an element of dq and dk, and of dg.
-__device__ __forceinline__ void clear_gradient_tail(const ChunkBackwardParams& p, int qk_size, int g_size,
+// By all threads of the grid. `qk_bytes`: of a head of dq and dk; `g_size`: bytes of an element of dg.
+__device__ __forceinline__ void clear_gradient_tail(const ChunkBackwardParams& p, int qk_bytes, int g_size,
                                                     const Share& own) {
   if (!(p.flags & FLAG_CLEAR_TAIL)) return;
   const long long end = load_index(p.cu_seqlens, p.N, p.flags & FLAG_CU64);
@@ -13,11 +14,11 @@ __device__ __forceinline__ void clear_gradient_tail(const ChunkBackwardParams& p
   const auto clear = [&](u64 array, long long row_bytes) {
     clear_bytes(array + end * row_bytes, array + p.T * row_bytes, own);
   };
-  const long long row = (long long)p.HV * K;
-  clear(p.dq, row * qk_size);
-  clear(p.dk, row * qk_size);
-  clear(p.dv, row * 2);
-  clear(p.dg, row * g_size);
+  const long long heads = p.HV;
+  clear(p.dq, heads * qk_bytes);
+  clear(p.dk, heads * qk_bytes);
+  clear(p.dv, heads * values_of(p) * 2);
+  clear(p.dg, heads * channels_of(p) * g_size);
 #pragma unroll 1
   for (long long i = end * p.HV + own.thread; i < p.T * p.HV; i += own.threads)
     store_scalar(p.dbeta, i, p.beta_type, 0.0f);

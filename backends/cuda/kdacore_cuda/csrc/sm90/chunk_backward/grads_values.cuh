@@ -1,4 +1,4 @@
-// dv = beta dr, and what v gives to dbeta: dr . v.
+// dv = beta dr of a block of values, and what v gives to dbeta: dr . v, with what earlier blocks gave.
 #pragma once
 
 #include "sm90/chunk_backward/grads_loads.cuh"
@@ -6,7 +6,7 @@
 // Of dbeta the warp's 16 values' part, for token token_of(l) of its side, stays in the thread's
 // place.
 __device__ __forceinline__ void value_gradients(const ChunkBackwardParams& p, u32 shared, u32 unit,
-                                                u32 scalars, const Lane& l) {
+                                                u32 scalars, int block, const Lane& l) {
   Operand dr, v;
   const int row = 64 * l.channel_half + 16 * l.warp + (l.lane & 15);
 #pragma unroll
@@ -18,6 +18,9 @@ __device__ __forceinline__ void value_gradients(const ChunkBackwardParams& p, u3
   OfTokens sum = {};
   each([&](int j, int e) { sum.x[j][e & 1] += element(dr, j, e) * element(v, j, e); });
   make_operand(v, [&](int j, int e) { return beta.x[j][e & 1] * element(dr, j, e); });
-  store_own(shared + OFFSET(SharedMemory, v), v, p, p.dv, output_rows(p, unit, l), l);
-  store_shared(shared + OFFSET(SharedMemory, values) + 4 * l.thread, __float_as_uint(sum_channels(sum, l)));
+  const OutputRows to = output_rows(p, unit, values_of(p), V * block, values_of_block(p, block), l);
+  store_own(shared + OFFSET(SharedMemory, v), v, p, p.dv, values_of(p), to, l);
+  const u32 own = shared + OFFSET(SharedMemory, values) + 4 * l.thread;
+  const float before = NARROW && block ? load_shared1(own) : 0.0f;
+  store_shared(own, __float_as_uint(NARROW ? before + sum_channels(sum, l) : sum_channels(sum, l)));
 }

@@ -3,11 +3,13 @@
 //
 //   d = sum over the group; with r = 1 / |x|: dx = r (d - r^2 (x . d) x)
 //
-// Grid: a warp a token and query/key head, four channels a lane. Sums are float32 until the result
+// Grid: a warp a token and query/key head, four channels a lane. What is summed has 128 channels, x and the result
+// maybe fewer. Sums are float32 until the result
 // is stored as bfloat16.
 #include "common/l2norm.cuh"
 #include "common/loads.cuh"
 #include "generated/chunk_backward_params.cuh"
+#include "sm90/head_dims.cuh"
 
 constexpr int K = 128;
 KDA_SHARED_BYTES(0);
@@ -36,10 +38,11 @@ KDA_KERNEL(THREADS, 1) groups(KDA_PARAM GroupsParams p) {
     d[3] += x.w;
   }
   // A gradient of zero stays zero whatever x holds: rows beyond a pack's last offset are not read.
+  const bool real = has_piece(4 * lane, channels_of(p));
   const bool zero = d[0] == 0.0f && d[1] == 0.0f && d[2] == 0.0f && d[3] == 0.0f;
   if (p.flags & FLAG_L2NORM && sum_lanes(zero ? 0.0f : 1.0f) != 0.0f) {
     const long long at = batch * p.x_sb + t * p.x_st + h * p.x_sh + 4 * lane;
-    const uint2 raw = *reinterpret_cast<const uint2*>(p.x + 2 * at);
+    const uint2 raw = real ? *reinterpret_cast<const uint2*>(p.x + 2 * at) : uint2{0, 0};
     const float x[4] = {bf16_low(raw.x), bf16_high(raw.x), bf16_low(raw.y), bf16_high(raw.y)};
     float square = 0.0f, inner = 0.0f;
 #pragma unroll
@@ -55,5 +58,5 @@ KDA_KERNEL(THREADS, 1) groups(KDA_PARAM GroupsParams p) {
   uint2 out;
   out.x = pack_bf16(d[0], d[1]);
   out.y = pack_bf16(d[2], d[3]);
-  *reinterpret_cast<uint2*>(p.out + 2 * (row * K + 4 * lane)) = out;
+  if (real) *reinterpret_cast<uint2*>(p.out + 2 * (row * channels_of(p) + 4 * lane)) = out;
 }

@@ -3,6 +3,7 @@
 
 #include "common/gate_bias.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/head_dims.cuh"
 
 // Row 0 of a unit's input, and from one token to the next, in bytes.
 struct Rows {
@@ -30,8 +31,8 @@ __device__ __forceinline__ Gate make_gate(const ChunkBackwardParams& p, int hv) 
 }
 // Bits of dt_bias of a channel; 0 without one.
 __device__ __forceinline__ u32 load_bias_bits(const ChunkBackwardParams& p, int hv, int channel) {
-  if (!p.dt_bias) return 0;
-  return load_bits(p.dt_bias + (long long)(hv * K + channel) * type_size(p.bias_type), p.bias_type);
+  if (!p.dt_bias || !has_piece(channel, channels_of(p))) return 0;
+  return load_bits(p.dt_bias + (long long)(hv * channels_of(p) + channel) * type_size(p.bias_type), p.bias_type);
 }
 
 __device__ __forceinline__ float activate_beta(const ChunkBackwardParams& p, float beta) {

@@ -21,8 +21,7 @@ __device__ __forceinline__ void make_only_unit(const ChunkBackwardParams& p, con
   const Gate gate = gate_from(p, A_log);
   store_bias(p, parameter, shared, gate, thread);
   make_unit(p, u.rows, gate, shared, [] {});
-  if (thread == 0) {
-    store_products(p, shared);
-    copy_out_wait_read<0>();
-  }
+  if (thread == 0) store_products(p, shared);
+  if constexpr (NARROW) make_further_values(p, shared);
+  if (thread == 0) copy_out_wait_read<0>();
 }

@@ -7,15 +7,17 @@
 
 __device__ __forceinline__ int minimum(int a, int b) { return a < b ? a : b; }
 
-// 64 rows of 128 bfloat16 by `threads` threads, this the `i`-th; zeros past the end.
+// 64 rows of 128 bfloat16 by `threads` threads, this the `i`-th; zeros past the end, and from element `size` of a row
+// on.
 template <int COUNT>
-__device__ __forceinline__ void fetch_tile(u32 to, const Rows& from, int rows, int i) {
+__device__ __forceinline__ void fetch_tile(u32 to, const Rows& from, int rows, int i, int size) {
   const int piece = i & 15;
+  const bool real = has_piece(PIECE * piece, size);
 #pragma unroll
   for (int n = 0; n < 1024 / COUNT; ++n) {
     const int row = (i >> 4) + COUNT / 16 * n;
     const u32 place = (piece >> 3) * SQUARE_BYTES + tile_offset(row, piece & 7);
-    copy_async16(to + place, row_at(from, minimum(row, rows - 1)) + 16 * piece, row < rows);
+    copy_async16(to + place, row_at(from, minimum(row, rows - 1)) + (real ? 16 * piece : 0), real && row < rows);
   }
 }
 
@@ -23,18 +25,20 @@ __device__ __forceinline__ void fetch_tile(u32 to, const Rows& from, int rows, i
 __device__ __forceinline__ u32 gate_offset(int row, int piece) {
   return row * 512 + ((piece ^ (row >> 2 & 6)) << 4);
 }
-__device__ __forceinline__ void fetch_floats(u32 to, const Rows& from, int rows, int i) {
+__device__ __forceinline__ void fetch_floats(u32 to, const Rows& from, int rows, int i, int size) {
   const int piece = i & 31;
+  const bool real = has_piece(4 * piece, size);
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const int row = (i >> 5) + 8 * n;
-    copy_async16(to + gate_offset(row, piece), row_at(from, minimum(row, rows - 1)) + 16 * piece, row < rows);
+    copy_async16(to + gate_offset(row, piece), row_at(from, minimum(row, rows - 1)) + (real ? 16 * piece : 0),
+                 real && row < rows);
   }
 }
 
-// Prefetches v, which is loaded later, to L2.
-__device__ __forceinline__ void prefetch_tile(const Rows& from, int rows, int i) {
-  if (i < 2 * rows) prefetch_l2(row_at(from, i >> 1) + (i & 1) * IMAGE_ROW);
+// Prefetches v, which is loaded later, to L2: the first 128 values of a row, or `size`.
+__device__ __forceinline__ void prefetch_tile(const Rows& from, int rows, int i, int size) {
+  if (i < 2 * rows && has_piece((i & 1) * 64, size)) prefetch_l2(row_at(from, i >> 1) + (i & 1) * IMAGE_ROW);
 }
 
 // Reciprocal norms of 16 rows of q (even warps) or k (odd ones), and factors made of them. Sums of

@@ -15,9 +15,9 @@ __device__ __forceinline__ void fetch_gates(const ChunkBackwardParams& p, u64 g,
                                             int thread) {
   const Rows from = {reinterpret_cast<const unsigned char*>(g), (int)p.g_st * (G_FLOAT ? 4 : 2)};
   if constexpr (G_FLOAT)
-    fetch_floats(shared + raw_gates(), from, rows, thread);
+    fetch_floats(shared + raw_gates(), from, rows, thread, channels_of(p));
   else
-    fetch_tile<THREADS>(shared + raw_gates(), from, rows, thread);
+    fetch_tile<THREADS>(shared + raw_gates(), from, rows, thread, channels_of(p));
 }
 __device__ __forceinline__ Rows half_rows(u64 at, long long step) {
   return {reinterpret_cast<const unsigned char*>(at), (int)step * 2};
@@ -25,29 +25,36 @@ __device__ __forceinline__ Rows half_rows(u64 at, long long step) {
 __device__ __forceinline__ void fetch_first_inputs(const ChunkBackwardParams& p, u64 k, u64 g, int rows,
                                                    u32 shared, int thread) {
   if (!G_FLOAT) fetch_gates(p, g, rows, shared, thread);
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), half_rows(k, p.k_st), rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, k), half_rows(k, p.k_st), rows, thread, channels_of(p));
 }
 __device__ __forceinline__ void fetch_other_inputs(const ChunkBackwardParams& p, u64 q, u64 g, u64 v,
                                                    int rows, u32 at, u32 shared, int thread) {
   if (G_FLOAT) fetch_gates(p, g, rows, shared, thread);
-  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread);
+  fetch_tile<THREADS>(shared + OFFSET(SharedMemory, q), half_rows(q, p.q_st), rows, thread, channels_of(p));
   copy_async_commit();
   const u32 to = shared + OFFSET(SharedMemory, unit);
   if constexpr (FOR_SEGMENTS) {
     if (thread == 0) store_shared(to, at);
   } else {
-    prefetch_tile(half_rows(v, p.v_st), rows, thread);
+    prefetch_tile(half_rows(v, p.v_st), rows, thread, values_of(p));
     if (thread == 0) store_shared(to, (u32)v, (u32)(v >> 32), (u32)rows, at);
   }
 }
 
-// v to shared memory and aqk from it to the workspace, by half of the threads.
+// A block of v, whose first row begins at the address in shared memory, by COUNT threads, this the `i`-th.
+template <int COUNT>
+__device__ __forceinline__ void fetch_value_block(const ChunkBackwardParams& p, u32 shared, int block, int i) {
+  const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, unit));
+  const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x) + 2 * BLOCK_VALUES * block,
+                       2 * (int)p.v_st};
+  fetch_tile<COUNT>(shared + OFFSET(Matrices<false>, v), values, (int)from.z, i, values_of_block(p, block));
+  copy_async_commit();
+}
+
+// The first block of v to shared memory and aqk from it to the workspace, by half of the threads.
 __device__ __forceinline__ void fetch_values(const ChunkBackwardParams& p, u32 shared, int thread, int warp,
                                              int lane) {
-  const uint4 from = load_shared_u4(shared + OFFSET(SharedMemory, unit));
-  const Rows values = {reinterpret_cast<const unsigned char*>((u64)from.y << 32 | from.x), 2 * (int)p.v_st};
-  fetch_tile<THREADS / 2>(shared + OFFSET(Matrices<false>, v), values, (int)from.z, 32 * (warp >> 1) + lane);
-  copy_async_commit();
+  fetch_value_block<THREADS / 2>(p, shared, 0, 32 * (warp >> 1) + lane);
   if (thread == 0) {
     copy_out(place_of(p.aqk, SQUARE_BYTES), shared + OFFSET(SharedMemory, aqk), SQUARE_BYTES);
     copy_out_commit();
@@ -126,10 +133,30 @@ __device__ __forceinline__ void make_unit(const ChunkBackwardParams& p, int rows
       copy_out(place_of(p.inv, SQUARE_BYTES), shared + OFFSET(SharedMemory, inverse), SQUARE_BYTES);
       copy_out_commit();
     }
-    apply_inverse(shared, warp, lane, unit);
+    apply_inverse<true>(shared, warp, lane, unit);
   }
   fence_async_proxy();
   sync_unit();
+}
+
+// u of the other blocks of a value head, with the inverse that make_unit left in shared memory. All threads; one has
+// asked for copies of w and of the first block's u.
+__device__ __forceinline__ void make_further_values(const ChunkBackwardParams& p, u32 shared) {
+  const int thread = unit_thread(), lane = thread & 31, warp = uniform(thread >> 5);
+#pragma unroll 1
+  for (int block = 1; block < value_blocks(p); ++block) {
+    fetch_value_block<THREADS>(p, shared, block, thread);
+    copy_async_wait<0>();
+    if (thread == 0) copy_out_wait_read<0>();
+    sync_unit();
+    apply_inverse<false>(shared, warp, lane, 0.0f);
+    fence_async_proxy();
+    sync_unit();
+    if (thread == 0) {
+      store_values(p, shared, block);
+      copy_out_commit();
+    }
+  }
 }
 
 // One thread: what make_unit left in shared memory to device memory.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/head_dims.cuh"
 
 // As the dispatcher of chunk_forward/dataflow/prepare_units.cu hands it out.
 struct alignas(16) UnitInputs {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/chunk_backward/segments.cuh"
+#include "sm90/head_dims.cuh"
 #include "sm90/warp.cuh"
 
 // Macros from the host: WARPGROUPS; IN_SEGMENTS (a block has a segment, not a whole sequence).
@@ -35,8 +36,20 @@ struct alignas(1024) Aligned {
   T stage;
 };
 
+// Which of a head's blocks of values.
+template <bool SEVERAL>
+struct ValueBlock {
+  static constexpr int block = 0;
+  __device__ __forceinline__ void set_block(int) {}
+};
+template <>
+struct ValueBlock<true> {
+  int block;
+  __device__ __forceinline__ void set_block(int x) { block = x; }
+};
+
 // The work of a block: chunks begin .. end - 1, in one direction.
-struct Task {
+struct Task : ValueBlock<NARROW> {
   bool reverse, idle;  // idle: there is nothing to do, not even for a sequence without chunks
   int hv, part;  // value head, which rows of the state if two blocks share it
   long long nh;  // sequence and value head: place of its states
@@ -45,14 +58,20 @@ struct Task {
   u64 given;     // the float state, or gradient, that it begins with; 0: what the caller gave
   long long at;  // place of the sequence's first chunk in the workspace
 };
+// The place of a block's values, given that of the chunk's operands.
+__device__ __forceinline__ long long value_place(const ChunkBackwardParams& p, const Task& task, long long place) {
+  if constexpr (NARROW) return place * p.value_blocks + task.block;
+  return place;
+}
 
 __device__ __forceinline__ Task make_task(const ChunkBackwardParams& p, bool reverse, int n, int hv,
-                                          int part) {
+                                          int part, int block = 0) {
   Task task;
   task.reverse = reverse;
   task.idle = false;
   task.hv = hv;
   task.part = part;
+  task.set_block(block);
   task.nh = (long long)n * p.HV + hv;
   task.s = find_sequence(p, n);
   task.begin = 0;
@@ -92,16 +111,17 @@ template <class Ring>
 __device__ __forceinline__ void produce_output_gradients(const ChunkBackwardParams& p, const Task& task,
                                                          Ring ring, u32 rows_at, int part) {
   const int lane = thread_index() & 31;
-  const long long token = 2ll * p.HV * V;  // bytes from one to the next
+  const long long token = 2ll * p.HV * values_of(p);  // bytes from one to the next
   const u64 first = p.d_o +
                     (task.s.batch * p.T + task.s.first + part * PART_ROWS + lane / ROW_LANES) * token +
-                    2 * (task.hv * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
+                    2 * (task.hv * values_of(p) + task.block * V + task.part * BLOCK_V) + lane % ROW_LANES * 16;
+  const bool real = has_piece(task.part * BLOCK_V + lane % ROW_LANES * PIECE, values_of_block(p, task.block));
   for (int c = task.end - 1; c >= task.begin; --c) {
     const u32 to = ring.stage() + rows_at + part * PART_ROWS * DO_ROW;
     ring.wait_empty();
     sync_warp();
     fetch_rows(to, reinterpret_cast<const unsigned char*>(first + c * C * token), token, lane,
-               task.s.length - c * C - part * PART_ROWS);
+               real ? task.s.length - c * C - part * PART_ROWS : 0);
     copy_async_arrive(ring.full());
     ring.next();
   }
@@ -116,4 +136,9 @@ __device__ __forceinline__ void load_output_gradient(TokenOperand& o, int lane, 
 
 __device__ __forceinline__ const void* image_of(u64 array, long long at, u32 bytes) {
   return reinterpret_cast<const void*>(array + at * bytes);
+}
+// The block's rows of u, given the place of the chunk's operands.
+__device__ __forceinline__ const void* u_of(const ChunkBackwardParams& p, const Task& task, long long at) {
+  if constexpr (NARROW) at = value_place(p, task, at);
+  return image_of(p.u + task.part * U_BYTES, at, TILE_BYTES);
 }

@@ -22,13 +22,14 @@ __device__ __forceinline__ void load_rows(float (&x)[2 * C_TILES][4], u32 from) 
 __device__ __forceinline__ void scan_forward(const ChunkBackwardParams& p, const Task& task,
                                              const ScanLane& l) {
   State state;
-  read_state(state, l, task, p.h0, p.flags);
+  read_state(state, l, task, p.h0, p.flags, p);
   Operand h;
   pack_state(h, state);
   ForwardRing ring = {l.shared};
 #pragma unroll 1
   for (int c = task.begin; c < task.end; ++c) {
-    const long long at = task.at + (long long)c * p.HV;
+    long long at = task.at + (long long)c * p.HV;
+    if constexpr (NARROW) at = value_place(p, task, at);
     const u32 stage = ring.stage();
     const u64 w = operand_descriptor(stage + OFFSET(ForwardStage, w), 16, 1024),
               kg = operand_descriptor(stage + OFFSET(ForwardStage, kg), SQUARE_BYTES, 1024);

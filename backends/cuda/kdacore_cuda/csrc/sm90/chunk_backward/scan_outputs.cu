@@ -55,8 +55,7 @@ __device__ __forceinline__ void produce(const ScanOutputsParams& p, const Task& 
     barrier_expect(full, STAGE_BYTES);
     copy_in(stage + OFFSET(OutputsStage, w), image_of(p.w, at, TILE_BYTES), TILE_BYTES, full);
     copy_in(stage + OFFSET(OutputsStage, qg), image_of(p.qg, at, TILE_BYTES), TILE_BYTES, full);
-    copy_in(stage + OFFSET(OutputsStage, u), image_of(p.u + task.part * U_BYTES, at, TILE_BYTES), U_BYTES,
-            full);
+    copy_in(stage + OFFSET(OutputsStage, u), u_of(p, task, at), U_BYTES, full);
     copy_in(stage + OFFSET(OutputsStage, decay), image_of(p.last, at, LAST_BYTES), DECAY_BYTES, full);
     copy_in(stage + OFFSET(OutputsStage, kg), image_of(p.kg, at, TILE_BYTES), TILE_BYTES, full);
     copy_in(stage + OFFSET(OutputsStage, aqk), image_of(p.aqk, at, SQUARE_BYTES), SQUARE_BYTES, full);
@@ -79,21 +78,23 @@ __device__ __forceinline__ void load_u(TokenOperand& u, const Lane& rows, u32 fr
 __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const Task& task, const ScanLane& l,
                                              const Lane& rows) {
   State state;
-  read_state(state, l, task, p.h0, p.flags);
+  read_state(state, l, task, p.h0, p.flags, p);
   Operand h;
   pack_state(h, state);
-  const long long token_bytes = 2ll * p.HV * V;
+  const long long token_bytes = 2ll * p.HV * values_of(p);
   // Of the chunk before.
   OutputPlace to = output_place<PackedRows>(reinterpret_cast<unsigned char*>(p.o) +
                                                 (task.s.batch * p.T + task.s.first - C) * token_bytes +
-                                                2 * (task.hv * V + task.part * BLOCK_V + l.row),
+                                                2 * (task.hv * values_of(p) + task.block * V + task.part * BLOCK_V + l.row),
                                             (int)token_bytes, rows);
   TokenOperand out = {};  // of the chunk before
   int out_tokens = 0, left = task.s.length;
+  const bool real = has_piece(task.part * BLOCK_V + l.row + PIECE * (l.lane & 1), values_of_block(p, task.block));
   OutputsRing ring = {l.shared};
 #pragma unroll 1
   for (int c = task.begin; c < task.end; ++c) {
-    const long long at = task.at + (long long)c * p.HV;
+    long long at = task.at + (long long)c * p.HV;
+    if constexpr (NARROW) at = value_place(p, task, at);
     const u32 stage = ring.stage();
     const PackedRows own = {stage + OFFSET(OutputsStage, u) + l.row * IMAGE_ROW};  // where o is staged
     const u64 w = operand_descriptor(stage + OFFSET(OutputsStage, w), 16, 1024),
@@ -143,7 +144,7 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
       store_rows_image(l, task, p.u, at);
       copy_out_commit();
     }
-    store_output(output, to, out_tokens, rows);
+    store_output(output, to, real ? out_tokens : 0, rows);
     warpgroup_wait<1>();
     fence_registers(state.s);
     pack_state(h, state);
@@ -162,9 +163,9 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
     const PackedRows own = {l.shared + OFFSET(OutputsMemory, stages) + OFFSET(OutputsStage, u) +
                             l.row * IMAGE_ROW};
     stage_output(out, own, rows);
-    store_output(read_output(own, rows), to, out_tokens, rows);
+    store_output(read_output(own, rows), to, real ? out_tokens : 0, rows);
   }
-  if (p.ht) write_state(state, l, task, p.ht, p.flags);
+  if (p.ht) write_state(state, l, task, p.ht, p.flags, p);
   wait_stores<0>(l);
 }
 
@@ -172,7 +173,7 @@ __device__ __forceinline__ void scan_outputs(const ScanOutputsParams& p, const T
 __device__ __forceinline__ void clear_share(const ScanOutputsParams& p, int warp) {
   constexpr u32 WARPS = THREADS / 32 - STATE_WARPS - 1;
   const u32 number = block_index() * WARPS + (warp - STATE_WARPS - 1);
-  clear_tail(p, 2ll * p.HV * V, {32 * number + (thread_index() & 31), 32 * WARPS * grid_blocks()});
+  clear_tail(p, 2ll * p.HV * values_of(p), {32 * number + (thread_index() & 31), 32 * WARPS * grid_blocks()});
 }
 
 KDA_KERNEL(THREADS, 1) scan_outputs(KDA_PARAM ScanOutputsParams p) {
@@ -180,8 +181,9 @@ KDA_KERNEL(THREADS, 1) scan_outputs(KDA_PARAM ScanOutputsParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
-  const int nh = block_index() / BLOCKS_V, n = nh / p.HV;
-  const Task task = make_task(p, false, n, nh - n * p.HV, block_index() % BLOCKS_V);
+  const int nh = head_of_block(p, block_index() / BLOCKS_V), n = nh / p.HV;
+  const Task task = make_task(p, false, n, nh - n * p.HV, block_index() % BLOCKS_V,
+                              block_in_head(p, block_index() / BLOCKS_V, nh));
   init_barriers(shared);
   if (warp < STATE_WARPS) {
     set_role_registers<1>();

@@ -13,8 +13,7 @@ __device__ __forceinline__ void produce_forward(const ChunkBackwardParams& p, co
     ring.wait_empty();
     barrier_expect(full, 2 * TILE_BYTES + U_BYTES + DECAY_BYTES);
     copy_in(stage + OFFSET(ForwardStage, w), image_of(p.w, at, TILE_BYTES), TILE_BYTES, full);
-    copy_in(stage + OFFSET(ForwardStage, u), image_of(p.u + task.part * U_BYTES, at, TILE_BYTES), U_BYTES,
-            full);
+    copy_in(stage + OFFSET(ForwardStage, u), u_of(p, task, at), U_BYTES, full);
     copy_in(stage + OFFSET(ForwardStage, decay), image_of(p.last, at, LAST_BYTES), DECAY_BYTES, full);
     copy_in(stage + OFFSET(ForwardStage, kg), image_of(p.kg, at, TILE_BYTES), TILE_BYTES, full);
     ring.next();

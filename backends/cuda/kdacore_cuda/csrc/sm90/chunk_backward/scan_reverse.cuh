@@ -7,7 +7,7 @@
 __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const Task& task,
                                              const ScanLane& l) {
   State state;
-  read_state(state, l, task, p.d_ht, p.flags);
+  read_state(state, l, task, p.d_ht, p.flags, p);
   Operand dh;
   pack_state(dh, state);
   float dr[2 * C_TILES][4] = {};  // of the chunk before
@@ -24,8 +24,9 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
   const int first = task.end - 1;
   if (first >= task.begin) load_output_gradients();
   long long at = task.at + (long long)first * p.HV;
+  if constexpr (NARROW) at = value_place(p, task, at);
 #pragma unroll 1
-  for (int c = first; c >= task.begin; --c, at -= p.HV) {
+  for (int c = first; c >= task.begin; --c, at -= p.HV * value_blocks(p)) {
     const u32 stage = value_grad.stage(), rest = state_grad.stage();
     const u64 kg = operand_descriptor(stage + OFFSET(ValueGradStage, kg), 16, 1024),
               w = operand_descriptor(rest + OFFSET(StateGradStage, w), SQUARE_BYTES, 1024);
@@ -56,7 +57,7 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     stage_state(l, dh);
     fence_staged();
     if (l.lane == 0) {
-      if (c < first) store_rows_image(l, task, p.dr, at + p.HV);
+      if (c < first) store_rows_image(l, task, p.dr, at + p.HV * value_blocks(p));
       store_state_image(l, task, p.dh, at);
       copy_out_commit();
     }
@@ -99,10 +100,10 @@ __device__ __forceinline__ void scan_reverse(const ChunkBackwardParams& p, const
     stage_rows(l, before);
     fence_staged();
     if (l.lane == 0) {
-      store_rows_image(l, task, p.dr, at + p.HV);
+      store_rows_image(l, task, p.dr, at + p.HV * value_blocks(p));
       copy_out_commit();
     }
   }
-  if (p.d_h0 && task.begin == 0) write_state(state, l, task, p.d_h0, p.flags);
+  if (p.d_h0 && task.begin == 0) write_state(state, l, task, p.d_h0, p.flags, p);
   wait_stores<0>(l);
 }

@@ -58,10 +58,10 @@ __device__ __forceinline__ Task find_segment_task(const ChunkBackwardParams& p, 
   });
 }
 __device__ __forceinline__ Task find_sequence_task(const ChunkBackwardParams& p, int block) {
-  const int each = p.N * p.HV * BLOCKS_V;
+  const int each = p.N * p.HV * value_blocks(p) * BLOCKS_V;
   const bool reverse = block < each;
-  const int index = reverse ? block : block - each, nh = index / BLOCKS_V, n = nh / p.HV;
-  return make_task(p, reverse, n, nh - n * p.HV, index % BLOCKS_V);
+  const int index = reverse ? block : block - each, nh = head_of_block(p, index / BLOCKS_V), n = nh / p.HV;
+  return make_task(p, reverse, n, nh - n * p.HV, index % BLOCKS_V, block_in_head(p, index / BLOCKS_V, nh));
 }
 __device__ __forceinline__ Task find_task(const ChunkBackwardParams& p, int block) {
   if constexpr (IN_SEGMENTS) return find_segment_task(p, block);

@@ -27,9 +27,14 @@ __device__ __forceinline__ ScanLane make_lane(u32 shared, int warp) {
   return l;
 }
 
-// The state of this sequence and head in an array of them.
-__device__ __forceinline__ u64 state_at(u64 states, const Task& task, int flags) {
-  return states + task.nh * (K * V * (flags & FLAG_STATE_BF16 ? 2 : 4));
+// The state of this sequence and head, from the block's first value on, in an array of them.
+__device__ __forceinline__ u64 state_at(u64 states, const Task& task, int flags, const ChunkBackwardParams& p) {
+  const u64 at = states + task.nh * (channels_of(p) * values_of(p) * (flags & FLAG_STATE_BF16 ? 2 : 4));
+  if (!NARROW) return at;
+  return at + task.block * V * (flags & FLAG_STATE_BF16 ? 2 : 4) * (flags & FLAG_V_FIRST ? p.K : 1);
+}
+__device__ __forceinline__ StateDims own_dims(const ChunkBackwardParams& p, const Task& task) {
+  return {channels_of(p), values_of_block(p, task.block), values_of(p)};
 }
 
 __device__ __forceinline__ int state_row(const ScanLane& l, const Task& task) {
@@ -38,16 +43,22 @@ __device__ __forceinline__ int state_row(const ScanLane& l, const Task& task) {
 
 // What the task begins with: a segment's state, else one of the caller's array of them, or zero
 // where there is none.
-__device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Task& task, u64 states,
-                                           int flags) {
+__device__ __forceinline__ void read_state(State& state, const ScanLane& l, const Task& task,
+                                           u64 states, int flags, const ChunkBackwardParams& p) {
   if (IN_SEGMENTS && task.given)
     read_pairs(state.s, state_row(l, task), 2 * l.t, task.given);
+  else if constexpr (NARROW)
+    read_narrow_state(state, own_dims(p, task), state_row(l, task), l.t,
+                       states ? state_at(states, task, flags, p) : 0, flags);
   else
-    read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags) : 0, flags);
+    read_state(state, state_row(l, task), l.t, states ? state_at(states, task, flags, p) : 0, flags);
 }
-__device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task, u64 states,
-                                            int flags) {
-  write_state(state, state_row(l, task), l.t, state_at(states, task, flags), flags);
+__device__ __forceinline__ void write_state(State& state, const ScanLane& l, const Task& task,
+                                            u64 states, int flags, const ChunkBackwardParams& p) {
+  if constexpr (NARROW)
+    write_narrow_state(state, own_dims(p, task), state_row(l, task), l.t, state_at(states, task, flags, p), flags);
+  else
+    write_state(state, state_row(l, task), l.t, state_at(states, task, flags, p), flags);
 }
 __device__ __forceinline__ void decay_state(State& state, const ScanLane& l, u32 last) {
   decay_state(state, l.t, last);

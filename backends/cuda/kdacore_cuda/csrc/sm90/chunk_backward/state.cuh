@@ -5,6 +5,7 @@
 #include "common/mma_operands.cuh"
 #include "sm90/bulk_copies.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
+#include "sm90/narrow_states.cuh"
 
 constexpr int K_TILES = K / 16;  // channels of the state that one product takes
 constexpr int C_TILES = C / 16;
@@ -61,6 +62,31 @@ __device__ __forceinline__ void write_state(State& state, int row, int t, u64 ba
     each_element(state.s, row, 2 * t, flags,
                  [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; });
   }
+}
+
+// For a state that a loop over chunks begins with. Unless it is made of bits, the assembler lets the loop wait for all
+// products before the state is scaled.
+__device__ __forceinline__ void make_opaque(State& state) {
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      state.s[j][e] = __uint_as_float((u32)opaque((int)__float_as_uint(state.s[j][e])));
+  }
+}
+
+// The caller's state of a narrow head at `base`; zero without one, and beyond its channels and values.
+__device__ __forceinline__ void read_narrow_state(State& state, const StateDims& dims, int row, int t, u64 base,
+                                                  int flags) {
+  if (base)
+    read_real_elements(state.s, dims, row, 2 * t, base, flags);
+  else
+    state = {};
+  make_opaque(state);
+}
+__device__ __forceinline__ void write_narrow_state(const State& state, const StateDims& dims, int row, int t,
+                                                   u64 base, int flags) {
+  write_real_elements(state.s, dims, row, 2 * t, base, flags);
 }
 
 __device__ __forceinline__ void pack_state(Operand& to, const State& state) {

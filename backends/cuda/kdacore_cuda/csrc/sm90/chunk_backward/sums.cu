@@ -5,6 +5,7 @@
 // their sums meet in shared memory. Chunks without a gradient add zeros, so that their number
 // changes no bit of the sum.
 #include "sm90/chunk_backward/slot_sums.cuh"
+#include "sm90/head_dims.cuh"
 
 constexpr int K = 128;
 constexpr int GROUPS = THREADS / K;
@@ -24,7 +25,8 @@ KDA_KERNEL(THREADS, 1) sums(KDA_PARAM SumsParams p) {
       float total = 0.0f;
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) total += load_shared1(shared + 4 * (i * K + channel));
-      store_sum(p.d_bias, hv * K + channel, p.bias_type, total);
+      if (has_piece(channel, channels_of(p)))
+        store_sum(p.d_bias, hv * channels_of(p) + channel, p.bias_type, total);
     }
   }
   if (p.d_A && thread < 32) sum_head(p.dA_part, p.HV, hv, p.slots, p.d_A, p.A_type, thread);

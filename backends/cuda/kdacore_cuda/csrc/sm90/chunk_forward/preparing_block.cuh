@@ -39,6 +39,7 @@ __device__ __forceinline__ void advance(Source& s, const SliceStep& step) {
   s.k += (long long)step.chunks * C * s.k_token + 2 * step.channels;
   s.q += (long long)step.chunks * C * s.q_token + 2 * step.channels;
   s.g += (long long)step.chunks * C * s.g_token + (G_FLOAT ? 4 : 2) * step.channels;
+  s.move_channels(step.channels);
 }
 
 // What depends on the slice.
@@ -73,11 +74,11 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
     int left = tokens - token;  // this lane's tokens from the next load on
     Source from = make_source(p, part.sequence, w.l, w.at.slice, token);
     // What comes from the caches is requested before what comes from memory, as answers come in order.
-    Gate gate = make_gate(p, task.hv);
+    Gate gate = make_gate(p, gate_head(p, task.hv));
     float bias[2] = {};
     if (!w.at.half) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) bias[i] = load_bias(p, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
+      for (int i = 0; i < 2; ++i) bias[i] = load_own_bias(p, task.hv, 64 * i + 32 * (pair & 1) + w.l.lane);
     }
     Raw raw = {};
     load_gate(raw, {from, left}, w.gate);

@@ -74,13 +74,38 @@ __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane
   }
 }
 
+// A state of the caller's, or a block of one: its address, if there is one, and what is read from it and written to it.
+__device__ __forceinline__ u64 own_initial_state(const ChunkForwardParams& p, int n, int hv) {
+  if constexpr (NARROW)
+    return part_of_state(p, initial_state_at(p, n, gate_head(p, hv), state_elements(p)), hv);
+  return initial_state_at(p, n, hv, K * V);
+}
+__device__ __forceinline__ u64 own_final_state(const ChunkForwardParams& p, int n, int hv) {
+  if constexpr (NARROW) return part_of_state(p, final_state_at(p, n, gate_head(p, hv), state_elements(p)), hv);
+  return final_state_at(p, n, hv, K * V);
+}
+__device__ __forceinline__ void read_own_state(ScanState& state, const ScanLane& l, u64 base,
+                                               const ChunkForwardParams& p, int hv) {
+  if constexpr (NARROW)
+    read_real_elements(state.s, own_dims(p, hv), l.v0 + l.g, 2 * l.t, base, p.flags);
+  else
+    read_state(state, l, base, p.flags);
+}
+__device__ __forceinline__ void write_own_state(const ScanState& state, const ScanLane& l, u64 base, int flags,
+                                                const ChunkForwardParams& p, int hv) {
+  if constexpr (NARROW)
+    write_real_elements(state.s, own_dims(p, hv), l.v0 + l.g, 2 * l.t, base, flags);
+  else
+    write_state(state, l, base, flags);
+}
+
 // All chunks of this cluster's tasks, 16 columns of V: waits for a prepared chunk, advances the state, stores
 // the chunk's output.
 __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   Task task = load_task(shared + OFFSET(SharedMemory, interval));
   if (!advance_to_step(p, shared, task, 0)) return;
   const ScanLane l = make_scan_lane(shared, warp, rank);
-  const long long v_chunk = 2ll * C * p.v_st, o_chunk = 2ll * C * p.HV * V;
+  const long long v_chunk = 2ll * C * p.v_st, o_chunk = NARROW ? 2ll * C * value_row(p) : 2ll * C * p.HV * V;
   // A valid address, not read.
   const unsigned char* unread_address = reinterpret_cast<const unsigned char*>(p.v);
   const long long matrix = (long long)K * V * (p.flags & FLAG_STATE_BF16 ? 2 : 4);
@@ -96,9 +121,19 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   const unsigned char* v;  // this lane's 16 bytes of a chunk's V and o
   unsigned char* o;
   int left;  // real if positive
+  bool has_values = true;  // this lane's, of this block of them
   const auto find_tokens = [&] {
     const SequenceHead& sequence = part.sequence;
     const int token = part.chunk * C + (l.lane >> 1), at_v = l.v0 + 8 * (l.lane & 1);
+    if constexpr (NARROW) {
+      const int head = gate_head(p, sequence.hv), at = first_value(p, sequence.hv) + at_v;
+      has_values = at < p.V;
+      v = reinterpret_cast<const unsigned char*>(
+          p.v + 2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + head * p.v_sh + at));
+      o = reinterpret_cast<unsigned char*>(
+          p.o + 2 * ((sequence.batch * p.T + sequence.first + token) * value_row(p) + (long long)head * p.V + at));
+      return;
+    }
     v = reinterpret_cast<const unsigned char*>(
         p.v +
         2 * (sequence.batch * p.v_sb + (sequence.first + token) * p.v_st + sequence.hv * p.v_sh + at_v));
@@ -107,6 +142,7 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
   };
   const auto fetch_first_values = [&] {
     left = part.tokens - part.chunk * C - (l.lane >> 1);
+    if (NARROW && !has_values) left = 0;
 #pragma unroll
     for (int i = 0; i < V_DEPTH - 1; ++i) {
       fetch_values(l, v, v_chunk / 2, unread_address, i, left - i * C);
@@ -123,13 +159,14 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     if (c) {
       const int from = load_own(shared + OWN_CLUSTER) - 1;
       receive_cut_state(p, state, cut_state_slot(p, from, rank, warp, l.lane), l.lane);
-    } else if (const u64 from = initial_state_at(p, part.sequence.n, part.sequence.hv, K * V)) {
-      read_state(state, l, from, p.flags);
-      if (part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
+    } else if (const u64 from = own_initial_state(p, part.sequence.n, part.sequence.hv)) {
+      read_own_state(state, l, from, p, part.sequence.hv);
+      if (!NARROW && part.sequence.hv + 1 < p.HV) prefetch_state(l, from + matrix, p.flags);
     }
     u64 ckpt = 0;
     if (p.ckpt_every)
-      ckpt = p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
+      ckpt = NARROW ? own_checkpoint(p, first_checkpoint(p, part.sequence, l.lane), part.sequence.hv)
+                    : p.ckpt + (first_checkpoint(p, part.sequence, l.lane) * p.HV + part.sequence.hv) * matrix;
     int ring = 0;
     Output out = {};  // of the chunk before, stored while the matrix unit works on the next
     int out_left = 0;
@@ -145,9 +182,10 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
         const bool marked = c == mark;
 #pragma unroll 1
         for (int i = ckpt && c % block == 0 ? -1 : 0; i < (marked ? p.marks : 0); ++i) {
-          MarkedState to = {ckpt + c / block * p.HV * matrix, p.flags};
+          MarkedState to = {NARROW ? ckpt + c / block * checkpoint_row(p) : ckpt + c / block * p.HV * matrix,
+                            p.flags};
           if (i < 0 || marked_state<C>(p, i, x.first, x.length, c, x.hv, K * V, to))
-            write_state(state, l, to.at, to.flags);
+            write_own_state(state, l, to.at, to.flags, p, x.hv);
         }
         if (marked) mark = next_mark<C>(p, x.first, x.length, c + 1);
         end = minimum(minimum(end, (c / block + 1) * block), mark);
@@ -200,8 +238,12 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
         part.tokens = part.sequence.length;
         part.shift = maximum(part.end, 1) - task.stop;
         part.chunk = part.chunk_of(step);
-        v += 2 * p.v_sh + (part.chunk - done.end - (V_DEPTH - 1)) * v_chunk;
-        o += 2 * V + (part.chunk - done.end + 1) * o_chunk;
+        if constexpr (NARROW) {
+          find_tokens();
+        } else {
+          v += 2 * p.v_sh + (part.chunk - done.end - (V_DEPTH - 1)) * v_chunk;
+          o += 2 * V + (part.chunk - done.end + 1) * o_chunk;
+        }
       } else {
         part = make_task_part(p, shared, task);
         find_tokens();
@@ -211,8 +253,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
     if (done.end < done.sequence.chunks) {
       const int own = load_own(shared + OWN_CLUSTER);
       send_cut_state(p, state, cut_state_slot(p, own, rank, warp, l.lane), l.lane);
-    } else if (const u64 to = final_state_at(p, done.sequence.n, done.sequence.hv, K * V)) {
-      write_state(state, l, to, p.flags);
+    } else if (const u64 to = own_final_state(p, done.sequence.n, done.sequence.hv)) {
+      write_own_state(state, l, to, p.flags, p, done.sequence.hv);
     }
   }
   copy_async_wait<0>();

@@ -6,7 +6,9 @@
 #include "common/chunk_forward/state_decay.cuh"
 #include "common/warp_arrivals.cuh"
 #include "common/mma_operands.cuh"
+#include "sm90/chunk_forward/own_heads.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
+#include "sm90/narrow_states.cuh"
 #include "sm90/state_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -28,6 +30,9 @@ struct ScanLane {
 
 constexpr int WARP_V = 16;  // columns of V of a warp
 
+__device__ __forceinline__ StateDims own_dims(const ChunkForwardParams& p, int hv) {
+  return {p.K, values_of_block(p, block_in_head(p, hv, gate_head(p, hv))), p.V};
+}
 __device__ __forceinline__ void read_state(ScanState& state, const ScanLane& l, u64 base, int flags) {
   read_state_tiles<K, V>(state.s, l.lane, l.v0, base, flags);
 }

@@ -5,11 +5,27 @@
 #include "common/chunk_forward/bounded_triangles.cuh"
 #include "common/chunk_forward/dyadic_triangles.cuh"
 #include "common/warp_arrivals.cuh"
+#include "sm90/chunk_forward/own_heads.cuh"
 #include "sm90/chunk_forward/schedule.cuh"
+
+// How many channels a head has from this lane's first one on; positive: all of the lane's.
+template <bool LESS_THAN_TILES>
+struct ChannelsLeft {
+  __device__ __forceinline__ void set_channels(int) {}
+  __device__ __forceinline__ void move_channels(int) {}
+  __device__ __forceinline__ bool has_channels() const { return true; }
+};
+template <>
+struct ChannelsLeft<true> {
+  int channels_left;
+  __device__ __forceinline__ void set_channels(int left) { channels_left = left; }
+  __device__ __forceinline__ void move_channels(int by) { channels_left -= by; }
+  __device__ __forceinline__ bool has_channels() const { return channels_left > 0; }
+};
 
 // Addresses of this lane's channels of token 2p of the next chunk to load; byte strides between
 // tokens.
-struct Source {
+struct Source : ChannelsLeft<NARROW> {
   const unsigned char *k, *q, *g;
   int k_token, q_token, g_token;
 };
@@ -45,8 +61,14 @@ __device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r, u32 buffe
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) {
       const unsigned char* from = r.from.g + i * r.from.g_token + 16 * j;
-      if constexpr (SEPARATE) {
+      if constexpr (NARROW && SEPARATE) {
+        if (i < r.left)
+          copy_async16(buffer + GATE_PITCH * (G_VECTORS * i + j), r.from.has_channels() ? from : r.from.k,
+                       r.from.has_channels());
+      } else if constexpr (SEPARATE) {
         if (i < r.left) copy_async16(buffer + GATE_PITCH * (G_VECTORS * i + j), from, true);
+      } else if constexpr (NARROW) {  // stays 0 elsewhere
+        load_sixteen(raw.g[i][j], from, i < r.left && r.from.has_channels());
       } else {
         load_sixteen(raw.g[i][j], from, i < r.left);
       }
@@ -73,6 +95,13 @@ __device__ __forceinline__ void receive_gate(Raw& raw, u32 buffer) {
 __device__ __forceinline__ void load_rows(Raw& raw, const NextLoad& r) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+    if constexpr (NARROW) {
+      const bool real = r.from.has_channels();
+      if (SEPARATE && !real) raw.k[i] = raw.q[i] = make_uint4(0, 0, 0, 0);  // they had another slice's
+      load_sixteen(raw.k[i], r.from.k + i * r.from.k_token, real && i < r.left);
+      load_sixteen(raw.q[i], r.from.q + i * r.from.q_token, real && i < r.left);
+      continue;
+    }
     load_sixteen(raw.k[i], r.from.k + i * r.from.k_token, i < r.left);
     load_sixteen(raw.q[i], r.from.q + i * r.from.q_token, i < r.left);
   }

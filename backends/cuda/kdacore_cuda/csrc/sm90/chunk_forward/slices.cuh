@@ -20,8 +20,9 @@ __device__ __forceinline__ Source make_source(const ChunkForwardParams& p, const
                                                2 * channel);
   s.q = reinterpret_cast<const unsigned char*>(p.q + 2 * (w.batch * p.q_sb + w.h * p.q_sh) + at * s.q_token +
                                                2 * channel);
-  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + w.hv * p.g_sh) +
+  s.g = reinterpret_cast<const unsigned char*>(p.g + g_size * (w.batch * p.g_sb + gate_head(p, w.hv) * p.g_sh) +
                                                at * s.g_token + g_size * channel);
+  s.set_channels(channels_of(p) - channel);
   return s;
 }
 
@@ -175,8 +176,8 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     }
     left = tokens - first_token();
     // What comes from the caches is requested before what comes from memory, as answers come in order.
-    Gate gate = make_gate(p, task.hv);
-    const float own_bias = w.at.half ? 0.0f : load_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
+    Gate gate = make_gate(p, gate_head(p, task.hv));
+    const float own_bias = w.at.half ? 0.0f : load_own_bias(p, task.hv, 32 * w.at.slice + w.l.lane);
     Raw raw = {};
     load_gate(raw, {from, left}, w.gate);
     load_rows(raw, {from, left});
@@ -191,6 +192,6 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     const int hv = task.hv;
     move = move_to_step(p, shared, task, length, c);
     heads = key_head(p, task.hv) - key_head(p, hv);
-    value_heads = task.hv - hv;
+    value_heads = gate_head(p, task.hv) - gate_head(p, hv);
   } while (move != NO_STEP);
 }

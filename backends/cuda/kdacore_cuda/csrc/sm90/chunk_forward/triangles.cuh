@@ -207,7 +207,7 @@ __device__ __forceinline__ SolverWarp make_solver_warp(u32 shared, int warp) {
 // Solver warps are done first: this one's part of the rows that no sequence writes.
 __device__ __forceinline__ void clear_rows(const ChunkForwardParams& p, int warp) {
   const u32 number = block_index() * SOLVER_SLOTS + warp;
-  clear_unused_rows(p, 2ll * p.HV * V,
+  clear_unused_rows(p, NARROW ? 2ll * value_row(p) : 2ll * p.HV * V,
                     {32 * number + (thread_index() & 31), 32u * grid_blocks() * SOLVER_SLOTS});
 }
 
@@ -228,7 +228,7 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
       length = uniform(part.sequence.length);
       shift = part.shift;
       left = part.tokens - first_token();
-      from = p.beta + size * (part.sequence.batch * p.beta_sb + task.hv * p.beta_sh) +
+      from = p.beta + size * (part.sequence.batch * p.beta_sb + gate_head(p, task.hv) * p.beta_sh) +
              (part.sequence.first + first_token()) * token;
     } else {
       shift = shift_to_end(task, length);
@@ -247,6 +247,6 @@ __device__ __forceinline__ void solver_warp(const ChunkForwardParams& p, u32 sha
     stopped = c + shift;
     const int hv = task.hv;
     move = move_to_step(p, shared, task, length, c);
-    heads = task.hv - hv;
+    heads = gate_head(p, task.hv) - gate_head(p, hv);
   }
 }

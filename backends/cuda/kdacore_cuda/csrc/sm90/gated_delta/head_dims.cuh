@@ -8,12 +8,7 @@
 
 #include "generated/gated_delta_params.cuh"
 #include "sm90/chunk_backward/workspace.cuh"
-
-#ifndef NARROW
-#define NARROW 0
-#endif
-
-constexpr int PIECE = 8;  // elements of 16 bytes
+#include "sm90/narrow_heads.cuh"
 
 __device__ __forceinline__ int channels_of(const GatedDeltaParams& p) { return NARROW ? p.K : K; }
 __device__ __forceinline__ int values_of(const GatedDeltaParams& p) { return NARROW ? p.V : V; }
@@ -27,5 +22,3 @@ __device__ __forceinline__ long long key_row_bytes(const GatedDeltaParams& p) {
 __device__ __forceinline__ long long value_row_bytes(const GatedDeltaParams& p) {
   return 2ll * p.HV * values_of(p);
 }
-// Whether a head of `size` elements has 16 bytes from element `first` on.
-__device__ __forceinline__ bool has_piece(int first, int size) { return !NARROW || first < size; }

@@ -80,8 +80,8 @@ def chunk_kda(
         A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
         dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
         scale: factor on the output; ``K ** -0.5`` when None. 0, or 1e-30 to 1e30 in size.
-        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32 or bfloat16;
-            zeros when None.
+        initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32, bfloat16 or
+            float16; zeros when None.
         output_final_state: return the state after the last token of each sequence.
         use_qk_l2norm_in_kernel: replace q and k by ``x / sqrt(sum(x*x) + 1e-6)`` over K.
         use_gate_in_kernel: compute the log decay from ``x = g + dt_bias``: ``-exp(A_log) * softplus(x)``, or

@@ -14,7 +14,7 @@ from kdacore.types import Device, TensorSpec
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INDICES = ("int32", "int64")
-STATES = ("float32", "bfloat16", "float64")
+STATES = ("float32", "bfloat16", "float16", "float64")
 MAX_VERIFY_TOKENS = 16
 """Candidate tokens a ``read_only_state`` call may carry (contract, section 2)."""
 

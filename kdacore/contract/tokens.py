@@ -136,7 +136,7 @@ def _check_chunk_options(call: Arguments, fields: dict[str, Any]) -> None:
 def _check_state(call: Arguments, fields: dict[str, Any]) -> str:
     """``initial_state`` and ``write_pool``. Returns the dtype of every state of the call."""
     default = "float64" if fields["dtype"] == "float64" else "float32"
-    allowed = STATES if default == "float64" else STATES[:2]
+    allowed = STATES if default == "float64" else STATES[:3]
     tail = (fields["V"], fields["K"]) if fields["state_v_first"] else (fields["K"], fields["V"])
     letters = "HV, V, K" if fields["state_v_first"] else "HV, K, V"
     found = default

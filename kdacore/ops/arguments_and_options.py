@@ -101,7 +101,7 @@ _WHOLE_ARRAYS = (
         feature="initial_state",
         writable=True,
         differentiable=True,
-        doc="``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32 or bfloat16; zeros "
+        doc="``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32, bfloat16 or float16; zeros "
         "when None.",
     ),
     *PACKED,

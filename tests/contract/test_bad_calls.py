@@ -161,7 +161,7 @@ BAD: dict[str, Bad] = {
     "beta float64 beside float32": (chunk, whole_call(beta=np.ones((B, T, HV))), "beta"),
     "A_log float16": (chunk, raw(A_log=np.zeros(HV, np.float16)), "A_log"),
     "dt_bias integers": (chunk, raw(dt_bias=np.zeros((HV, K), np.int64)), "dt_bias"),
-    "state float16": (chunk, whole_call(initial_state=np.zeros((B, HV, K, V), np.float16)), "initial_state"),
+    "state int32": (chunk, whole_call(initial_state=np.zeros((B, HV, K, V), np.int32)), "initial_state"),
     "state float64 beside float32": (
         chunk,
         whole_call(initial_state=np.zeros((B, HV, K, V))),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kdacore.contract.state_rows import ZEROS, StateRows
 from kdacore.types import CommitInputs, DecodeInputs, Request
-from kdacore_pallas.xla.numerics import F32, required
+from kdacore_pallas.xla.numerics import F32, required, unfused
 from kdacore_pallas.xla.sequences import Sequences
 from kdacore_pallas.xla.state_pool import dropped, states_read
 
@@ -32,9 +32,7 @@ class Convolution:
         rows: of its pools.
     """
 
-    def __init__(
-        self, request: Request, inputs: DecodeInputs, sequences: Sequences, rows: StateRows
-    ) -> None:
+    def __init__(self, request: Request, inputs: DecodeInputs, sequences: Sequences, rows: StateRows) -> None:
         self.request, self.inputs, self.sequences, self.rows = request, inputs, sequences, rows
         self.history = required(inputs.conv_weight).shape[1] - 1
         self.most = min(request.T, MOST_TOKENS)
@@ -59,17 +57,17 @@ class Convolution:
         r, h = self.request, self.history
         weight = required(self.inputs.conv_weight).astype(F32)
         sequence, place, _ = self.sequences.of_tokens(r.B * r.T)
-        y: Array = None
+        terms = []
         for tap in range(h + 1):
             back = h - tap
             earlier = jnp.pad(self.x, ((back, 0), (0, 0)))[: self.x.shape[0]]
             in_window = self.window[sequence, jnp.clip(place + tap, 0, h - 1)]
-            value = jnp.where((place >= back)[:, None], earlier, in_window) if back else self.x
-            term = value.astype(F32) * weight[:, tap]
-            y = term if y is None else y + term
+            value = jnp.where((place >= back)[:, None], earlier, in_window)
+            terms.append(unfused(value.astype(F32) * weight[:, tap]))
+        y: Array = sum(terms[1:], terms[0])
         if self.inputs.conv_bias is not None:
             y = y + self.inputs.conv_bias.astype(F32)
-        return (y * jax.nn.sigmoid(y)).reshape(r.B, r.T, -1)
+        return unfused(y * jax.nn.sigmoid(y)).reshape(r.B, r.T, -1)
 
     def _line(self, at: Array) -> Array:
         """``[N, C, D]``: the rows of each sequence's line with the numbers ``at`` ``[N, C]``."""

@@ -1,7 +1,7 @@
 """Records of candidates: what each token did to a state, kept to be applied to it by a later call.
 
-Replaying a record must give the bits of its token. So both go through :func:`decayed` and :func:`added`, with a
-barrier between: a compiler that fused the product with the sum could round differently in either place.
+Replaying a record must give the bits of its token. So both go through :func:`decayed` and :func:`added`, whose products
+are rounded by themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax import lax
 
 from kdacore.contract.state_rows import ZEROS, StateRows
 from kdacore.types import Request
-from kdacore_pallas.xla.numerics import F32, varying
+from kdacore_pallas.xla.numerics import F32, unfused, varying
 from kdacore_pallas.xla.state_pool import dropped
 
 Array = Any
@@ -33,12 +33,12 @@ class Step(NamedTuple):
 
 def decayed(state: Array, decay: Array) -> Array:
     """States ``[N, H, R, K, V]`` times their decay."""
-    return lax.optimization_barrier(state * decay[..., None])
+    return unfused(state * decay[..., None])
 
 
 def added(state: Array, step: Step) -> Array:
     """Decayed states with the step's update."""
-    return state + step.key[..., None] * step.update[..., None, :]
+    return state + unfused(step.key[..., None] * step.update[..., None, :])
 
 
 def arrays_of(inputs: Any) -> tuple[Array, ...]:

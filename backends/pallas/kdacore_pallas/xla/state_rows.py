@@ -54,10 +54,9 @@ def _with_conv(request: Request, inputs: Any, rows: StateRows) -> StateRows:
 
 
 def _conv_rows(request: Request, inputs: Any, rows: StateRows) -> Array:
-    table = jnp.arange(request.N, dtype=jnp.int32)
     given = inputs.state_indices if inputs.conv_indices is None else inputs.conv_indices
-    if given is not None:
-        table = state_pool.slots(request, given[:, 0] if given.ndim == 2 else given)
+    given = jnp.arange(request.N) if given is None else given
+    table = state_pool.slots(request, given[:, 0] if given.ndim == 2 else given)
     unused = rows.padding
     if request.op == "commit_records":
         unused = unused | (rows.records == ZEROS)

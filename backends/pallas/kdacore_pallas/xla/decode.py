@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kdacore.contract.state_rows import StateRows
 from kdacore.types import CommitInputs, CommitOutputs, DecodeInputs, Outputs, RecurrentInputs, Request
-from kdacore_pallas.xla import recurrent, records, state_pool
+from kdacore_pallas.xla import records, recurrent, state_pool
 from kdacore_pallas.xla.convolution import Convolution, committed
 from kdacore_pallas.xla.numerics import F32, mesh_axes, total
 from kdacore_pallas.xla.sequences import Sequences, sequences_of

@@ -88,9 +88,24 @@ def write_back(inputs: Any, request: Request, given: StateRows, outputs: Outputs
         return Outputs(o, state)
     pool = written_pool(inputs)
     write_rows(pool, given.final if given.per_token is None else given.per_token.reshape(-1), state)
-    for (_, target, rows), values in zip(_pools(inputs, given), outputs.written, strict=True):
-        write_rows(target, rows, values)
+    for (name, target, rows), values in zip(_pools(inputs, given), outputs.written, strict=True):
+        if name == "conv_windows":
+            _write_windows(request, inputs, given, values)
+        else:
+            write_rows(target, rows, values)
     return Outputs(o, pool if request.output_final_state else None)
+
+
+def _write_windows(request: Request, inputs: Any, given: StateRows, values: Array) -> None:
+    """Write the windows of the candidates, and no others: consecutive windows of a row may share memory."""
+    lengths = np.full(request.N, request.T)
+    if request.packed:
+        lengths = np.diff(np.asarray(inputs.cu_seqlens))
+    left = given.windows
+    if given.per_token is None:
+        left = np.where(given.records == ZEROS, ZEROS, left)
+    for t in range(min(values.shape[1], int(lengths.max(initial=0)))):
+        write_rows(inputs.conv_windows[:, t], np.where(t < lengths, left, ZEROS), values[:, t])
 
 
 def write_back_commit(inputs: CommitInputs, given: StateRows, outputs: CommitOutputs) -> CommitOutputs:

@@ -340,6 +340,46 @@ def test_sequences_split_over_devices() -> None:
         assert error(two, np.asarray(one)) < 2e-6
 
 
+def small_batch(op: str) -> dict[str, Any]:
+    """Two sequences of two tokens each, with states of their own."""
+    rng = np.random.default_rng(5)
+    x = {n: a.reshape(2, 2, *a.shape[2:]) for n, a in tokens(rng, op, 4).items()}
+    x |= {"initial_state": rng.standard_normal((2, HV, K, V)).astype(np.float32)}
+    x |= {"conv_state": rng.standard_normal((2, D, W - 1)).astype(np.float32)}
+    return {n: jnp.asarray(a) for n, a in x.items()}
+
+
+def test_inside_shard_map() -> None:
+    x, w = small_batch(KDA), {n: jnp.asarray(a) for n, a in weights(np.random.default_rng(6), KDA).items()}
+
+    def run(x: dict[str, Any], w: dict[str, Any]) -> Any:
+        return getattr(kdacore, KDA)(
+            **x, **w, **FLAGS, inplace_state=True, output_final_state=True, backend="xla"
+        )
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("sequences",))
+    one, none = jax.sharding.PartitionSpec("sequences"), jax.sharding.PartitionSpec()
+    split = jax.shard_map(run, mesh=mesh, in_specs=(one, none), out_specs=one)
+    for got, want in zip(jax.jit(split)(x, w), run(x, w), strict=True):
+        assert error(got, np.asarray(want)) < 2e-6
+
+
+def test_under_vmap() -> None:
+    """Over sets of weights, as over the layers of a model."""
+    x = small_batch(GDN)
+    sets = [weights(np.random.default_rng(n), GDN) for n in (7, 8)]
+
+    def run(w: dict[str, Any]) -> Any:
+        return getattr(kdacore, GDN)(
+            **x, **w, **FLAGS, inplace_state=True, output_final_state=True, backend="xla"
+        )
+
+    both = jax.jit(jax.vmap(run))({n: jnp.stack([a[n] for a in sets]) for n in sets[0]})
+    for n, w in enumerate(sets):
+        for got, want in zip(both, run({name: jnp.asarray(a) for name, a in w.items()}), strict=True):
+            assert error(got[n], np.asarray(want)) < 2e-6
+
+
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 PICKED = (

@@ -340,6 +340,44 @@ def test_sequences_split_over_devices() -> None:
         assert error(two, np.asarray(one)) < 2e-6
 
 
+def test_records_split_over_heads() -> None:
+    """Plain ``jit`` on arrays whose heads are split over a mesh: results are split alike, with the values of one
+    device."""
+    rng = np.random.default_rng(9)
+    heads, size, count = 2, 4, 2
+    tails = {"q": (heads, K), "k": (heads, K), "v": (size, V), "g": (size, K), "beta": (size,)}
+    x = {n: rng.standard_normal((3, count, *tail)).astype(np.float32) for n, tail in tails.items()}
+    x["g"] = -np.abs(x["g"])
+    pool = rng.standard_normal((SLOTS, size, K, V)).astype(np.float32)
+    kept = [rng.random((N, MOST, *tail)).astype(np.float32) for tail in ((size, V), (heads, K), (size, K))]
+    index = {"state_indices": [3, 0, 5], "record_indices": [1, 0, -1], "num_replayed": [2, 0, 0]}
+
+    def run(x: dict[str, Any], pool: Any, records: Any) -> Any:
+        more = {n: jnp.asarray(a, jnp.int32) for n, a in index.items()}
+        given = {
+            "initial_state": pool,
+            "records": records,
+            "inplace_state": True,
+            "output_final_state": True,
+            "null_index": 0,
+        }
+        return kdacore.fused_recurrent_kda(**x, **more, **given, backend="xla")
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("heads",))
+
+    def split(a: Any, axis: int) -> Any:
+        spec = jax.sharding.PartitionSpec(*[None] * axis, "heads")
+        return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+
+    whole = jax.jit(run)(x, pool, tuple(kept))
+    apart = jax.jit(run)(
+        {n: split(a, 2) for n, a in x.items()}, split(pool, 1), tuple(split(a, 2) for a in kept)
+    )
+    for one, two in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
+        assert error(two, np.asarray(one)) < 2e-6
+        assert two.sharding.shard_shape(two.shape) != two.shape
+
+
 def small_batch(op: str) -> dict[str, Any]:
     """Two sequences of two tokens each, with states of their own."""
     rng = np.random.default_rng(5)

@@ -1,13 +1,14 @@
 """A serving loop on one KDA layer: continuous batching over a pool of states, as serving engines do it.
 
 Prompts are prefilled in pieces from the pool and into it, states of their prefixes are kept for later requests, drafted
-bytes are verified without copying a state, and every call has shapes that do not change.
+bytes are verified with one state a request, and every call has shapes that do not change.
 
     python examples/serving_loop.py                     # eight requests, three slots
     python examples/serving_loop.py --requests 20 --slots 4 --drafts 4
 
-The model is small and untrained (a byte embedding, one KDA layer, a linear head, fixed random weights): what is shown
-is how a server uses the states, and every request's bytes are compared with those it gets when it is served alone.
+The model is small and untrained (a byte embedding, one layer of Kimi Linear, a linear head, fixed random weights): what
+is shown is how a server uses the states, and every request's bytes are compared with those it gets when it is served
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import numpy as np
 
 import kdacore
 
-HEADS, WIDTH = 2, 32
+HEADS, WIDTH, TAPS = 2, 32, 4
+CHANNELS = 3 * HEADS * WIDTH
+"""Of q, k and v together, which go through a causal convolution of ``TAPS`` tokens."""
 BUDGET, BLOCK, GRID = 96, 64, 16
 """Tokens of a prefill call; tokens between the states that it leaves in the prefix cache; and the multiple at which a
 prompt may be cut, so that these states lie where the op can keep them."""
@@ -37,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Model:
-    """Bytes to logits over the next byte, the KDA state apart."""
+    """Bytes to logits over the next byte, the states apart."""
 
     def __init__(self, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -46,20 +49,42 @@ class Model:
             return rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[0]))
 
         self.embedding = rng.standard_normal((256, WIDTH), dtype=np.float32)
-        self.project = {name: weights(WIDTH, HEADS * WIDTH) for name in ("q", "k", "v", "g")}
-        self.project["beta"] = weights(WIDTH, HEADS)
+        self.project = {"x": weights(WIDTH, CHANNELS), "beta": weights(WIDTH, HEADS)}
+        self.project |= {name: weights(WIDTH, HEADS * WIDTH) for name in ("g", "z")}
         self.gate = {
             "A_log": np.zeros(HEADS, np.float32),
             "dt_bias": np.full((HEADS, WIDTH), -4, np.float32),
         }
+        self.around = {
+            "conv_weight": rng.standard_normal((CHANNELS, TAPS), dtype=np.float32),
+            "norm_weight": np.ones(WIDTH, np.float32),
+        }
         self.head = weights(HEADS * WIDTH, 256)
 
     def inputs(self, tokens: Any) -> dict[str, Any]:
-        """``tokens [B, T]`` to the arguments of the KDA ops."""
+        """``tokens [B, T]`` to what the layer's convolution, recurrence and norm read."""
         x = self.embedding[tokens]
-        heads = {n: (x @ w).reshape(*tokens.shape, HEADS, -1) for n, w in self.project.items()}
-        heads["beta"] = heads["beta"][..., 0]
-        return {**heads, **self.gate, **OPTIONS}
+        found = {name: x @ w for name, w in self.project.items()}
+        return found | {n: found[n].reshape(*tokens.shape, HEADS, WIDTH) for n in ("g", "z")}
+
+    def convolved(self, line: Any) -> Any:
+        """The convolution and SiLU of the rows of ``line`` that have ``TAPS - 1`` rows before them."""
+        count = len(line) - (TAPS - 1)
+        y = sum(line[j : j + count] * self.around["conv_weight"][:, j] for j in range(TAPS))
+        return y / (1 + np.exp(-y))
+
+    def prefill(self, convolved: Any, x: dict[str, Any], **more: Any) -> Any:
+        """``chunk_kda`` and the gated norm. Decoding has one op for all; a long prompt has time for several."""
+        q, k, v = (a.reshape(*a.shape[:2], HEADS, WIDTH) for a in np.split(convolved, 3, axis=-1))
+        o, state = kdacore.chunk_kda(q, k, v, x["g"], x["beta"], **self.gate, **OPTIONS, **more)
+        o = o / np.sqrt((o * o).mean(-1, keepdims=True) + 1e-5) * self.around["norm_weight"]
+        return o / (1 + np.exp(-x["z"])), state
+
+    def decode(self, tokens: Any, **more: Any) -> Any:
+        """A step of the whole layer. ``tokens [B, T]``, a few for each sequence."""
+        return kdacore.fused_decode_kda(
+            **self.inputs(tokens), **self.around, **self.gate, **OPTIONS, inplace_state=True, **more
+        )[0]
 
     def next_bytes(self, o: Any) -> Any:
         """The most likely byte after each position of ``o [B, T, HEADS, WIDTH]``."""
@@ -89,21 +114,26 @@ class Server:
     """Requests that share one pool of states. Every call has the same shapes whatever there is to do, as one that is
     captured into a CUDA graph must have: empty sequences, padding tokens and row 0, which is no slot, fill it up.
 
-    A slot owns ``drafts + 2`` rows: the state it stands at, and one for each token that a verification step tries.
-    That step reads the first and writes the others; accepting a token makes its row the one the slot stands at.
+    A slot owns one row of the pools of states and of convolution windows. A step that tries drafted bytes leaves the
+    state as it is and writes a record of what each byte would do to it; the next step is told how many were right, and
+    applies their records first.
     """
 
     def __init__(self, model: Model, slots: int, drafts: int, cached: int = 16) -> None:
         self.model, self.slots, self.width = model, slots, drafts + 1
-        owned = slots * (self.width + 1)
-        self.pool = np.zeros((1 + owned + cached, HEADS, WIDTH, WIDTH), np.float32)
-        self.rows = np.arange(1, 1 + owned).reshape(slots, self.width + 1)
-        """Rows of each slot; the first is where it stands."""
+        rows = 1 + slots + cached
+        self.row = np.arange(1, 1 + slots)
+        """Of each slot, in all pools."""
+        self.pool = np.zeros((rows, HEADS, WIDTH, WIDTH), np.float32)
+        self.windows = np.zeros((rows, CHANNELS, TAPS - 1 + drafts), np.float32)
+        """The last rows before the convolution; with room for those of drafted bytes."""
+        self.records = tuple(np.zeros((1 + slots, self.width, HEADS, WIDTH), np.float32) for _ in range(3))
+        self.right = np.zeros(slots, np.int64)
+        """Records of each slot that belong to its text and are not in its state yet."""
         self.running: list[Request | None] = [None] * slots
         self.prefixes: dict[bytes, int] = {}
         """Row of the state after each known prefix, the oldest first."""
-        self.free = list(range(1 + owned, len(self.pool)))
-        self.out = np.empty((1, BUDGET, HEADS, WIDTH), np.float32)
+        self.free = list(range(1 + slots, rows))
         self.calls = self.reused = self.steps = self.kept = 0
 
     def serve(self, requests: list[Request]) -> None:
@@ -128,7 +158,7 @@ class Server:
             start = int(lengths.sum())
             if request is None or not request.in_prompt:
                 continue
-            reads[slot] = self.rows[slot, 0]
+            reads[slot] = self.row[slot]
             if request.computed == 0:
                 fresh[slot] = True
                 known = self.known_prefix(request.prompt)
@@ -146,27 +176,43 @@ class Server:
                 if prefix not in self.prefixes and prefix not in [p for _, p in kept]:
                     kept.append((start + at - request.computed, prefix))
         offsets, to = self.place(kept, in_use=set(reads.tolist()))
-        kdacore.chunk_kda(
-            **self.model.inputs(tokens[None]),
-            cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
+        ends = np.cumsum(lengths)
+        x = self.model.inputs(tokens[None])
+        o, _ = self.model.prefill(
+            self.convolve(x["x"][0], ends, reads, fresh, offsets, to)[None],
+            x,
+            cu_seqlens=np.concatenate([[0], ends]),
             initial_state=self.pool,
             state_indices=reads,
             has_initial_state=~fresh,
-            write_indices=self.rows[:, 0],
+            write_indices=self.row,
             checkpoint_offsets=offsets,
             checkpoint_indices=to,
             inplace_state=True,
             null_index=NO_SLOT,
-            out=self.out,
         )
         self.calls += 1
-        following = self.model.next_bytes(self.out)[0]
-        ends = np.cumsum(lengths)
+        following = self.model.next_bytes(o)[0]
         for slot, request in enumerate(self.running):
             if request is not None and request.in_prompt:
                 request.computed += int(lengths[slot])
+                self.right[slot] = 0  # the state is that of the text
                 if not request.in_prompt:
                     request.written.append(int(following[ends[slot] - 1]))
+
+    def convolve(self, x: Any, ends: Any, reads: Any, fresh: Any, offsets: Any, to: Any) -> Any:
+        """The convolution of a pack, with the window before each sequence; and the windows that go with the states
+        that the call writes."""
+        found = np.zeros_like(x)
+        for slot in np.flatnonzero(reads != NO_SLOT):
+            start, end = ends[slot - 1] if slot else 0, ends[slot]
+            window = self.windows[reads[slot], :, : TAPS - 1].T
+            line = np.concatenate([np.zeros_like(window) if fresh[slot] else window, x[start:end]])
+            found[start:end] = self.model.convolved(line)
+            inside = (to != NO_SLOT) & (start <= offsets) & (offsets < end)
+            for row, at in [(self.row[slot], end), *zip(to[inside], offsets[inside], strict=True)]:
+                self.windows[row, :, : TAPS - 1] = line[at - start :][: TAPS - 1].T
+        return found
 
     def known_prefix(self, prompt: bytes) -> int:
         """Tokens of the prompt whose state is in the cache; at least one is left to compute."""
@@ -194,26 +240,28 @@ class Server:
     def decode(self) -> None:
         """One step for every slot: its last byte and drafted ones, of which the right ones are kept."""
         tokens = np.zeros((self.slots, self.width), np.int64)
-        reads = np.full(self.slots, NO_SLOT)
+        rows = np.full(self.slots, NO_SLOT)
         for slot, request in enumerate(self.running):
             if request is not None and not request.in_prompt:
                 tokens[slot] = [request.written[-1], *self.draft(request)]
-                reads[slot] = self.rows[slot, 0]
-        o, _ = kdacore.fused_recurrent_kda(
-            **self.model.inputs(tokens),
+                rows[slot] = self.row[slot]
+        o = self.model.decode(
+            tokens,
             initial_state=self.pool,
-            state_indices=reads,
-            write_indices=self.rows[:, 1:],
-            inplace_state=True,
+            conv_state=self.windows,
+            state_indices=rows,
+            records=self.records,
+            record_indices=rows,
+            num_replayed=self.right,
             null_index=NO_SLOT,
         )
         following = self.model.next_bytes(o)
-        for slot in np.flatnonzero(reads != NO_SLOT):
+        for slot in np.flatnonzero(rows != NO_SLOT):
             request = self.running[slot]
             right = tokens[slot, 1:] == following[slot, :-1]
             good = 1 + int(np.cumprod(right).sum())
+            self.right[slot] = good
             request.written += following[slot, :good].tolist()
-            self.rows[slot, [0, good]] = self.rows[slot, [good, 0]]  # stand at the last token that was right
             self.kept += good
             self.steps += 1
 
@@ -227,12 +275,13 @@ class Server:
 
 def alone(model: Model, prompt: bytes, wanted: int) -> list[int]:
     """The same bytes the plain way: one request, one token a call."""
-    tokens = np.frombuffer(prompt, np.uint8)[None]
-    o, state = kdacore.chunk_kda(**model.inputs(tokens), output_final_state=True)
+    x = model.inputs(np.frombuffer(prompt, np.uint8)[None])
+    line = np.concatenate([np.zeros((TAPS - 1, CHANNELS), np.float32), x["x"][0]])
+    o, state = model.prefill(model.convolved(line)[None], x, output_final_state=True)
+    window = line[None, 1 - TAPS :].swapaxes(1, 2).copy()
     written = [int(model.next_bytes(o)[0, -1])]
     while len(written) < wanted:
-        token = model.inputs(np.array([[written[-1]]]))
-        o, state = kdacore.fused_recurrent_kda(**token, initial_state=state, output_final_state=True)
+        o = model.decode(np.array([[written[-1]]]), initial_state=state, conv_state=window)
         written.append(int(model.next_bytes(o)[0, -1]))
     return written
 

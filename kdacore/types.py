@@ -127,7 +127,8 @@ class Request:
     dtype: str
     """dtype of q, k, v; of x for the fused decode ops, of g for ``kda_gate`` and ``kda_chunk_gate``."""
     state_dtype: str
-    """dtype of every state this call reads or returns: ``float32``, ``bfloat16``, or ``float64`` for float64 inputs."""
+    """dtype of every state this call reads or returns: ``float32``, ``bfloat16``, ``float16``, or ``float64`` for
+    float64 inputs."""
     tensors: tuple[tuple[str, TensorSpec], ...] = ()
     """Every array argument that was given, by name."""
     traced: bool = False

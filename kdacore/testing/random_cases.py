@@ -201,7 +201,10 @@ def _state(case: Case, rng: Any, level: Level) -> Case:
     case = case.having(state_v_first=pick(rng, None, True))
     if case.family != "commit":
         case = case.having(output_final_state=pick(rng, None, True, True))
-    state_dtype = "bfloat16" if rng.random() < 0.2 and representable(case.kind, "bfloat16") else "float32"
+    share = rng.random()
+    state_dtype = "bfloat16" if share < 0.2 else "float16" if share < 0.3 else "float32"
+    if not representable(case.kind, state_dtype):
+        state_dtype = "float32"
     case = replace(case, initial_state=bool(rng.random() < 0.6), state_dtype=state_dtype)
     if case.family == "chunk":
         every = pick(rng, None, None, None, 64, 128)

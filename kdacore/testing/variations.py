@@ -125,6 +125,7 @@ _STATES = [
     *_both("initial_state", initial_state=True),
     *_both("v_first", initial_state=True, shape={"V": "2K"}, options={"state_v_first": True}),
     *_both("bf16_state", gradients="full", initial_state=True, state_dtype="bfloat16"),
+    *_both("f16_state", "full", "full", initial_state=True, state_dtype="float16"),
     _v("no_final_state", options={"output_final_state": None}),
 ]
 _HEADS = [

@@ -181,6 +181,34 @@ def test_gradients_are_refused() -> None:
         decode(**call)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton", "pallas", "xla"])
-def test_backends_without_the_op_decline_it(backend: str) -> None:
-    assert "op" in {r.code for r in kdacore.explain(decode, **step()).candidate(backend).reasons}
+def test_a_backend_without_the_op_declines_it() -> None:
+    assert "op" in {r.code for r in kdacore.explain(decode, **step()).candidate("pallas").reasons}
+
+
+def windows_in(memory: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A view of float32 memory; strides in elements."""
+    return np.lib.stride_tricks.as_strided(memory, shape, [4 * n for n in strides])
+
+
+def test_windows_may_lie_inside_one_another() -> None:
+    """Each begins one token after the one before, in the memory that holds all tokens of the sequence."""
+    call = candidates(T=3)
+    apart = call["conv_windows"] = np.zeros((N, 3, W - 1, D), np.float32)
+    want = decode(**call)[0]
+    lines = np.zeros((N, 3 + W - 2, D), np.float32)
+    shared = windows_in(lines, apart.shape, (lines[0].size, D, D, 1))
+    assert np.array_equal(decode(**{**candidates(T=3), "conv_windows": shared})[0], want)
+    assert np.array_equal(shared, apart) and apart.any()
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [(2 * D, D, D, 1), (4 * D, D, D, 0), (W * D, D, 1, 1), (0, D, D, 1)],
+    ids=["rows in one another", "one channel", "windows of another step", "one row"],
+)
+def test_other_windows_that_overlap_are_refused(strides: tuple[int, ...]) -> None:
+    memory = np.zeros(64 * D, np.float32)
+    windows = windows_in(memory, (N, 2, W - 1, D), strides)
+    with pytest.raises(kdacore.ContractError, match="argument 'conv_windows'.*overlaps itself"):
+        decode(**{**candidates(), "conv_windows": windows})
+    assert not memory.any()

@@ -101,7 +101,7 @@ BAD: dict[str, Row] = {
     ),
     "write pool heads": (chunk, prefill(write_pool=numbers(P, H + 1, K, V)), "write_pool"),
     "write pool rank": (chunk, prefill(write_pool=numbers(P, H, K)), "write_pool"),
-    "write pool float16": (chunk, prefill(write_pool=numbers(P, H, K, V, dtype=np.float16)), "write_pool"),
+    "write pool int32": (chunk, prefill(write_pool=numbers(P, H, K, V, dtype=np.int32)), "write_pool"),
     "pools of two dtypes": (
         chunk,
         prefill(write_pool=numbers(P, H, K, V), initial_state=numbers(P, H, K, V, dtype=np.float64)),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
-from cuda_calls import Draw, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
 from numpy.typing import NDArray
 from server_model import Expected
 from server_model import expected as expected_of_pools
@@ -24,6 +25,16 @@ BF16 = float(torch.finfo(torch.bfloat16).max)
 INF = float("inf")
 NOTHING = 1e-15
 """What is smaller may be lost: gradients of gates that all but end a state."""
+WIDE_BOUND: dict[str, Any] = MODEL | {"lower_bound": -20.0}
+"""A bound that is served by the kernels for gates without one."""
+KINDS = {"bounded": BOUNDED_MODEL, "softplus": MODEL, "wide bound": WIDE_BOUND}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+LENGTHS = (0, 1, 31, 33)
+"""Of a pack: no chunk of it is whole."""
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    return KINDS[kind] | {"output_final_state": True}
 
 
 class Gate(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chunk_backward_calls import draw
 from cuda_calls import O_BOUND, STATE_BOUND, Draw, error, request_of
 from emulated_backend import NAME, Plugin
 from slice_ranks import TOKENS, Row, op_of
@@ -42,6 +43,12 @@ def state(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def offsets(lengths: list[int], index: torch.dtype) -> torch.Tensor:
     """Of sequences of these lengths."""
     return torch.tensor(np.cumsum([0, *lengths]), dtype=index)
+
+
+def pack(lengths: list[int], T: int, index: torch.dtype = torch.int32, **more: Any) -> ChunkInputs:
+    """Sequences of these lengths and padding up to T."""
+    cu = offsets(lengths, index)
+    return draw(T, 1, 1, cu_seqlens=cu, initial_state=state(len(lengths), 1), **more)
 
 
 def check_forward(inputs: ChunkInputs, ranks: int, **options: Any) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
+from cuda_calls import MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
 from emulated_backend import HOPPER
 from extreme_gates import (
     BF16,
+    EVERY_KIND,
     INF,
+    KINDS,
     LARGEST,
+    LENGTHS,
     NOTHING,
     assert_bias_gradient,
     beyond,
@@ -22,6 +25,7 @@ from extreme_gates import (
     expected,
     expected_gradients,
     expected_pools,
+    options_of,
 )
 
 from kdacore.types import ChunkInputs, Device, OutputGrads, RecurrentInputs, Request
@@ -34,20 +38,10 @@ from kdacore_reference.oracle import oracle_backward, oracle_forward
 
 pytestmark = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
-WIDE_BOUND: dict[str, Any] = MODEL | {"lower_bound": -20.0}
-"""A bound that is served by the kernels for gates without one."""
-KINDS = {"bounded": BOUNDED_MODEL, "softplus": MODEL, "wide bound": WIDE_BOUND}
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 EACH_KIND = pytest.mark.parametrize(
     "kind", ["bounded", "softplus", pytest.param("wide bound", marks=exhaustive)]
 )
 GIVEN: dict[str, Any] = MODEL | {"use_gate_in_kernel": False, "output_final_state": True}
-LENGTHS = (0, 1, 31, 33)
-"""Of a pack: no chunk of it is whole."""
-
-
-def options_of(kind: str) -> dict[str, Any]:
-    return KINDS[kind] | {"output_final_state": True}
 
 
 def on_hopper(inputs: Any, options: dict[str, Any], device: Device = HOPPER) -> Request:

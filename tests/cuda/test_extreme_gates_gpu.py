@@ -9,6 +9,9 @@ import pytest
 import torch
 from cuda_calls import O_BOUND, STATE_BOUND, Draw, request_of
 from extreme_gates import (
+    EVERY_KIND,
+    KINDS,
+    LENGTHS,
     NOTHING,
     assert_bias_gradient,
     beyond,
@@ -16,8 +19,8 @@ from extreme_gates import (
     draw_scalar,
     expected,
     expected_gradients,
+    options_of,
 )
-from test_extreme_gates import EVERY_KIND, KINDS, LENGTHS, options_of
 
 import kdacore
 from kdacore.types import ChunkInputs, OutputGrads, RecurrentInputs

@@ -11,9 +11,9 @@ import torch
 from cuda_calls import MODEL, error, request_of
 from gated_delta_calls import OP, TOKENS, check_servers, choose_records, draw, names_of, pack
 from gated_delta_calls import WAYS as WAYS_OF_RECORDS
+from jax_calls import arrays_of, check, from_torch, function, ints
 from jax_emulation import Device
 from pool_checks import pool_of, same_bits
-from test_jax import arrays_of, check, from_torch, function, ints
 
 from kdacore.types import ChunkInputs
 from kdacore_cuda import gated_delta_variant, unsupported_calls

@@ -14,8 +14,8 @@ from cuda_calls import MODEL, request_of
 from emulated_backend import on_hopper
 from gated_delta_backward_calls import WHOLE
 from gated_delta_calls import OP, draw, state
+from jax_calls import arrays_of, check, function, ints, normal
 from jax_emulation import Device, to_jax
-from test_jax import arrays_of, check, function, ints, normal
 
 from kdacore.types import ChunkInputs, OutputGrads
 from kdacore_cuda import choice

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from chunk_backward_calls import draw
 from cuda_calls import BOUNDED_MODEL, MODEL, Draw
 from emulated_backend import HOPPER
 from gated_delta_calls import draw as draw_gated_delta
+from jax_calls import check
 from jax_emulation import Device, to_jax
 from program_launches import launches_of
-from slice_checks import CROSSING, state, use_segments
+from slice_checks import CROSSING, pack, state, use_segments
 from slice_ranks import Rank, Row
 from test_gated_delta_slices import pack as pack_gated_delta
-from test_jax import check
-from test_slices import draw, pack
 
 from kdacore.types import ChunkInputs, OutputGrads, SliceFunctions
 from kdacore_cuda.forms.slices import functions as slices

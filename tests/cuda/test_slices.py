@@ -16,13 +16,13 @@ from slice_checks import (
     check_gradients,
     check_that_blocks_share_states,
     check_that_later_tokens_change_no_bit,
-    offsets,
+    pack,
     state,
     use_segments,
 )
 from slice_ranks import Row
 
-from kdacore.types import ChunkInputs, OutputGrads
+from kdacore.types import OutputGrads
 from kdacore_cuda import choice
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
@@ -43,12 +43,6 @@ SAFE_LOG: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks each, so that few tokens make many."""
     use_segments(monkeypatch, 2)
-
-
-def pack(lengths: list[int], T: int, index: torch.dtype = torch.int32, **more: Any) -> ChunkInputs:
-    """Sequences of these lengths and padding up to T."""
-    cu = offsets(lengths, index)
-    return draw(T, 1, 1, cu_seqlens=cu, initial_state=state(len(lengths), 1), **more)
 
 
 DENSE = pytest.mark.parametrize(

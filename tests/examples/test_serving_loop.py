@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+
+import kdacore
 
 pytestmark = pytest.mark.quick
 
@@ -41,12 +44,14 @@ def test_prompts_in_pieces_in_a_pool_of_garbage(serving_loop: ModuleType, cached
     model = serving_loop.Model()
     prompts = [b"p" * 250, b"q" * 70 + b"r" * 30, b"p" * 129, b"q" * 80, b"s" * 17]
     server = serving_loop.Server(model, slots=2, drafts=1, cached=cached)
-    server.pool[...] = np.nan
+    for a in (server.pool, server.windows, *server.records):
+        a[...] = np.nan
     requests = [serving_loop.Request(prompt, wanted=4) for prompt in prompts]
     server.serve(requests)
     for request in requests:
         assert request.written[:4] == serving_loop.alone(model, request.prompt, 4)
-    assert np.isnan(server.pool[0]).all() and len(server.prefixes) == cached
+    assert all(np.isnan(a[0]).all() for a in (server.pool, server.windows, *server.records))
+    assert len(server.prefixes) == cached
     assert server.calls >= 5 and server.reused >= 64 * (cached > 1)
 
 
@@ -55,12 +60,30 @@ def test_right_drafts_are_kept_and_wrong_ones_leave_no_trace(serving_loop: Modul
     right = serving_loop.alone(model, b"a prompt", 12)
     for drafts in (right, [0] * 12):
         server = serving_loop.Server(model, slots=2, drafts=3)
+        assert server.pool.shape[0] == 1 + 2 + 16  # one state a slot, whatever is drafted
         server.draft = lambda request, drafts=drafts: (
             drafts[len(request.written) :][:3] + [0] * (3 - len(drafts[len(request.written) :][:3]))
         )
         request = serving_loop.Request(b"a prompt", wanted=12)
         server.serve([request])
         assert request.written[:12] == right
-        assert np.isfinite(server.pool).all()
         if drafts == right:
             assert server.kept / server.steps > 3
+
+
+def test_it_decodes_with_one_op_by_records(serving_loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is one call of the fused op, with the records of the step before replayed."""
+    steps = []
+    fused = kdacore.fused_decode_kda
+
+    def recorded(**arguments: Any) -> Any:
+        steps.append(arguments["num_replayed"].copy())
+        return fused(**arguments)
+
+    server = serving_loop.Server(serving_loop.Model(), slots=2, drafts=2)
+    monkeypatch.setattr(kdacore, "fused_decode_kda", recorded)
+    with kdacore.record_selections() as ran:
+        server.serve([serving_loop.Request(b"one", wanted=5), serving_loop.Request(b"another", wanted=9)])
+    assert {s.op for s in ran} == {"chunk_kda", "fused_decode_kda"}
+    assert not steps[0].any() and all(s.max() >= 1 for s in steps[1:])
+    assert sum(s.op == "fused_decode_kda" for s in ran) == len(steps) >= 3

@@ -107,6 +107,11 @@ _STAGES = {
 """The function of each stage in ``xla.entry_points``."""
 
 
+_CONVOLUTION = frozenset({"conv", "conv_indices", "conv_windows"})
+_AROUND_THE_RECURRENCE = _CONVOLUTION | {"conv_bias", "output_gate", "output_norm"}
+_COMMITTING = _CONVOLUTION | {"grouped_value_heads", "null_index", "state_v_first", "write_indices"}
+
+
 def make_xla() -> Backend:
     """Plain JAX: every op, any platform, traceable; NumPy and torch-CPU arrays when asked for by
     name."""
@@ -114,7 +119,9 @@ def make_xla() -> Backend:
     chunk = _xla_op(
         "chunk_forward", "chunk_backward", whole | CHECKPOINT_FEATURES, compiles=True, slices=True
     )
-    recurrent = _xla_op("recurrent_forward", "recurrent_backward", whole | RECURRENT_FEATURES)
+    decoding = whole | RECURRENT_FEATURES | {"records"}
+    recurrent = _xla_op("recurrent_forward", "recurrent_backward", decoding)
+    decode = _xla_op("decode_forward", None, (decoding - {"initial_state"}) | _AROUND_THE_RECURRENCE)
     return Backend(
         name="xla",
         version=VERSION,
@@ -125,6 +132,9 @@ def make_xla() -> Backend:
             "chunk_gated_delta_rule": chunk,
             "fused_recurrent_kda": recurrent,
             "fused_recurrent_gated_delta_rule": recurrent,
+            "fused_decode_kda": decode,
+            "fused_decode_gated_delta_rule": decode,
+            "commit_records": _xla_op("commit_records", None, _COMMITTING),
             "kda_gate": _xla_op("gate_forward", "gate_backward", GATE_FEATURES),
             **{stage: _xla_op(name, None, STAGE_FEATURES[stage]) for stage, name in _STAGES.items()},
         },

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kdacore.types import GateGrads, InputGrads, OutputGrads, Outputs, Request
+from kdacore.types import CommitInputs, CommitOutputs, GateGrads, InputGrads, OutputGrads, Outputs, Request
 from kdacore_pallas.program_cache import compiled_program
 from kdacore_pallas.xla import (
     chunk_forward_gpu,
     chunk_forward_threads,
+    decode,
     gate,
     host_arrays,
+    host_decode_pools,
     host_pools,
     partitioning,
     parts,
@@ -113,9 +115,32 @@ def recurrent_forward(request: Request, inputs: Any) -> Outputs:
     """``fused_recurrent_kda`` and its GDN form."""
     if request.kind == "jax":
         return _run(_recurrent_forward, request, inputs)  # type: ignore[no-any-return]
-    call = host_pools.on_host(request, inputs)
-    out = host_arrays.from_jax(request, _run(_recurrent_forward, call.request, call.inputs))
-    return host_pools.write_back(request, inputs, call.written, out)
+    return _on_host_rows(recurrent.forward_rows, request, inputs)
+
+
+def decode_forward(request: Request, inputs: Any) -> Outputs:
+    """``fused_decode_kda`` and ``fused_decode_gated_delta_rule``."""
+    if request.kind == "jax":
+        return _run(decode.forward, request, inputs)  # type: ignore[no-any-return]
+    return _on_host_rows(decode.forward_rows, request, inputs)
+
+
+def _on_host_rows(forward: Callable[..., Outputs], request: Request, inputs: Any) -> Outputs:
+    """A call of a NumPy or torch caller, on copies of the rows of its pools."""
+    call = host_decode_pools.on_host(request, inputs)
+    rows = host_arrays.to_jax(request, call.rows)
+    out = host_arrays.from_jax(request, _run(forward, call.request, call.inputs, rows))
+    return host_decode_pools.write_back(inputs, request, call.given, out)
+
+
+def commit_records(request: Request, inputs: CommitInputs) -> CommitOutputs:
+    """``commit_records``."""
+    if request.kind == "jax":
+        return _run(decode.commit, request, inputs)  # type: ignore[no-any-return]
+    call = host_decode_pools.on_host(request, inputs)
+    rows = host_arrays.to_jax(request, call.rows)
+    out = host_arrays.from_jax(request, _run(decode.commit_rows, call.request, call.inputs, rows))
+    return host_decode_pools.write_back_commit(inputs, call.given, out)
 
 
 def recurrent_backward(

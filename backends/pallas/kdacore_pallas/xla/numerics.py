@@ -40,6 +40,15 @@ def fusion_barrier(request: Request, x: Any) -> Any:
     return x if request.device.type == "cpu" else lax.optimization_barrier(x)
 
 
+def unfused(product: Array) -> Array:
+    """A product of two floats, rounded before it goes into a sum.
+
+    Compilers make one operation of a product and a sum, which rounds once, where it suits the program's shapes. No
+    compiler may leave out the choice here. An optimisation barrier is not enough on a CPU.
+    """
+    return jnp.where(product == product, product, jnp.nan)
+
+
 def required(x: Array | None) -> Array:
     """Narrow an optional array that the request says is present."""
     if x is None:

@@ -23,6 +23,7 @@ from kdacore.arrays.jax_meshes import on_known_mesh
 from kdacore.arrays.jax_placement import Place, divided, part_of, place_of
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
 from kdacore_pallas.xla.call_axes import arrays_of, axes_of, batch_is_whole
+from kdacore_pallas.xla.records import PARTS
 
 Array = Any
 Arrays = dict[str, Array]
@@ -30,6 +31,8 @@ Run = Callable[[Request, Arrays], Arrays]
 """A call on arrays by name, with results by name."""
 _SAVED = "saved_"
 """How the names of the arrays that the forward saves begin."""
+_WRITTEN = "written_"
+"""The same of new arrays in place of those that the call writes beside the pool."""
 _CONSTANT = "constant_"
 """The same of the constants of a program."""
 
@@ -41,12 +44,15 @@ def split_forward(
 
     def run(request: Request, arrays: Arrays) -> Arrays:
         out = forward(request, type(inputs)(**arrays))
-        saved = {f"{_SAVED}{n}": x for n, x in enumerate(out.saved)}
-        return {n: x for n, x in zip(Outputs._fields[:3], out[:3], strict=True) if x is not None} | saved
+        more = {f"{_SAVED}{n}": x for n, x in enumerate(out.saved)}
+        more |= {f"{_WRITTEN}{n}": x for n, x in zip(PARTS, out.written, strict=False)}
+        return {n: x for n, x in zip(Outputs._fields[:3], out[:3], strict=True) if x is not None} | more
 
     found = _split(run, request, arrays_of(inputs))
-    saved = tuple(x for n, x in found.items() if n.startswith(_SAVED))
-    return Outputs(found["o"], found.get("final_state"), found.get("checkpoints"), saved)
+    saved, written = (
+        tuple(x for n, x in found.items() if n.startswith(start)) for start in (_SAVED, _WRITTEN)
+    )
+    return Outputs(found["o"], found.get("final_state"), found.get("checkpoints"), saved, written)
 
 
 def split_backward(
@@ -108,7 +114,7 @@ def _split(run: Run, request: Request, arrays: Arrays) -> Arrays:
         return mesh, place, local
 
     def axes(name: str, ndim: int, is_result: bool) -> str:
-        return axes_of(request, name, ndim)
+        return axes_of(request, name.removeprefix(_WRITTEN), ndim)
 
     split = divided(request, closed, names, results, axes, ("b", "h"), part)
     found = _with_whole_derivatives(split, closed)(*arrays.values(), *constants.values())

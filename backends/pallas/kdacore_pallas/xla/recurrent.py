@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from kdacore.contract.state_rows import ZEROS, StateRows
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, Outputs, RecurrentInputs, Request
-from kdacore_pallas.xla import gate, parts, state_pool
-from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, required, varying
+from kdacore_pallas.xla import gate, parts, records, state_pool
+from kdacore_pallas.xla.numerics import F32, dot, mesh_axes, varying
+from kdacore_pallas.xla.records import Step, added, decayed
+from kdacore_pallas.xla.sequences import sequences_of
+from kdacore_pallas.xla.state_rows import state_rows
 
 Array = Any
 
@@ -49,16 +53,17 @@ def _tokens(request: Request, inputs: RecurrentInputs) -> Tokens:
     return Tokens(q * request.scale, k, heads(inputs.v, R), jnp.exp(log), beta)
 
 
-def _step(state: Array, x: Tokens) -> tuple[Array, Array]:
-    """One token: the new state ``[N, H, R, K, V]`` and the output ``[N, H, R, V]``."""
+def _step(state: Array, x: Tokens) -> tuple[Array, Array, Step]:
+    """One token: the new state ``[N, H, R, K, V]``, the output ``[N, H, R, V]``, and what it did."""
     precision = lax.Precision.HIGHEST
-    state = state * x.decay[..., None]
-    error = x.v - dot("nhk,nhrkv->nhrv", x.k[:, :, 0], state, precision)
-    state = state + x.k[..., None] * (x.beta * error)[..., None, :]
-    return state, dot("nhk,nhrkv->nhrv", x.q[:, :, 0], state, precision)
+    before = decayed(state, x.decay)
+    error = x.v - dot("nhk,nhrkv->nhrv", x.k[:, :, 0], before, precision)
+    step = Step(x.beta * error, x.k, x.decay)
+    state = added(before, step)
+    return state, dot("nhk,nhrkv->nhrv", x.q[:, :, 0], state, precision), step
 
 
-def _from_pool(request: Request, states: Array) -> Array:
+def from_pool(request: Request, states: Array) -> Array:
     """Pool rows as float32 ``[N, H, R, K, V]``."""
     states = states.astype(F32)
     if request.state_v_first:
@@ -66,8 +71,8 @@ def _from_pool(request: Request, states: Array) -> Array:
     return states.reshape(-1, request.H, request.HV // request.H, request.K, request.V)
 
 
-def _to_pool(request: Request, states: Array, dtype: Any) -> Array:
-    """The reverse of :func:`_from_pool`."""
+def to_pool(request: Request, states: Array, dtype: Any) -> Array:
+    """The reverse of :func:`from_pool`."""
     if request.state_v_first:
         states = jnp.swapaxes(states, -1, -2)
     return states.reshape(-1, request.HV, *request.state_tail).astype(dtype)
@@ -78,78 +83,94 @@ def _start(request: Request, inputs: RecurrentInputs, rows: Array, axes: frozens
     if pool is None:
         shape = (request.N, request.H, request.HV // request.H, request.K, request.V)
         return varying(jnp.zeros(shape, F32), axes)
-    return varying(_from_pool(request, state_pool.states_read(pool, rows)), axes)
+    return varying(from_pool(request, state_pool.states_read(pool, rows)), axes)
+
+
+class Done(NamedTuple):
+    """What the recurrence of a call gives."""
+
+    o: Array
+    """``[B, T, HV, V]`` float32; zero in rows of no sequence."""
+    final_state: Array | None
+    """The state of each sequence, or the pool with them written; None where neither is asked for."""
+    records: tuple[Array, ...]
+    """With what the tokens did; empty without records."""
 
 
 class LoopState(NamedTuple):
     state: Array
     pool: Array | None
     """The pool being rewritten; None unless a state is kept after every token."""
+    records: tuple[Array, ...]
     o: Array
     """``[B*T, H, R, V]``."""
 
 
 def _run(
-    request: Request,
-    inputs: RecurrentInputs,
-    start: Array,
-    no_slot: Array | None,
-    written: Array | None,
-    axes: frozenset[str],
+    request: Request, inputs: RecurrentInputs, rows: StateRows, start: Array, axes: frozenset[str]
 ) -> LoopState:
-    """All tokens of all sequences. ``written``: the rows that the state after each token goes to."""
+    """All tokens of all sequences."""
     x = _tokens(request, inputs)
-    if request.packed:
-        cu = required(inputs.cu_seqlens).astype(jnp.int32)
-        first, length = cu[:-1], cu[1:] - cu[:-1]
-        steps = jnp.minimum(jnp.max(length), request.T)  # wrong offsets must not cost hours
-    else:
-        first = jnp.arange(request.N, dtype=jnp.int32) * request.T
-        length = jnp.full((request.N,), request.T, jnp.int32)
-        steps = request.T
-    if no_slot is not None:
-        length = jnp.where(no_slot, 0, length)
+    sequences = sequences_of(request, inputs.cu_seqlens, rows.padding)
 
     def body(t: Array, carry: LoopState) -> LoopState:
-        alive = t < length
-        row = jnp.where(alive, first + t, request.B * request.T)
+        alive = t < sequences.length
+        row = jnp.where(alive, sequences.first + t, request.B * request.T)
         token = Tokens(*(jnp.take(a, row, axis=0, mode="clip") for a in x))
-        state, o = _step(carry.state, token)
+        state, o, step = _step(carry.state, token)
         if request.packed:
             state = jnp.where(alive[:, None, None, None, None], state, carry.state)
         pool: Array = carry.pool
-        if written is not None:
-            column = lax.dynamic_index_in_dim(written, t, 1, keepdims=False)
-            rows = jnp.where(alive, column, -1)
-            pool = state_pool.states_written(pool, rows, _to_pool(request, state, pool.dtype))
-        return LoopState(state, pool, carry.o.at[row].set(o, mode="drop"))
+        if rows.per_token is not None:
+            column = lax.dynamic_index_in_dim(rows.per_token, t, 1, keepdims=False)
+            here = jnp.where(alive, column, ZEROS)
+            pool = state_pool.states_written(pool, here, to_pool(request, state, pool.dtype))
+        left = records.kept(carry.records, rows, t, alive, step)
+        return LoopState(state, pool, left, carry.o.at[row].set(o, mode="drop"))
 
-    pool = None if written is None else varying(state_pool.written_pool(inputs), axes)
+    pool = None if rows.per_token is None else varying(state_pool.written_pool(inputs), axes)
+    kept = tuple(varying(a, axes) for a in records.arrays_of(inputs))
     o = varying(jnp.zeros((request.B * request.T, *start.shape[1:3], request.V), F32), axes)
-    done: LoopState = lax.fori_loop(0, steps, body, LoopState(start, pool, o))
+    done: LoopState = lax.fori_loop(0, sequences.steps, body, LoopState(start, pool, kept, o))
     return done
 
 
-def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
-    """Outputs token by token. With ``inplace_state``, ``final_state`` is the updated pool."""
+def run(request: Request, inputs: RecurrentInputs, rows: StateRows) -> Done:
+    """The recurrence of a call.
+
+    Args:
+        request: of the call.
+        inputs: its arrays.
+        rows: of its pool and its records.
+    """
     axes = mesh_axes(*inputs)
-    read = state_pool.rows_read(request, inputs)
-    written = state_pool.rows_written(request, inputs, read.no_slot) if request.inplace_state else None
-    each = written if written is not None and written.ndim == 2 else None
-    done = _run(request, inputs, _start(request, inputs, read.rows, axes), read.no_slot, each, axes)
-    o = done.o.reshape(request.B, request.T, request.HV, request.V).astype(inputs.v.dtype)
-    if each is not None:
-        return Outputs(o, done.pool)
-    if written is not None:
+    start = _start(request, inputs, rows.read, axes)
+    if request.inplace_state:
+        dtype = state_pool.written_pool(inputs).dtype
+        start = records.replayed(request, inputs, rows, start, dtype, axes)
+    done = _run(request, inputs, rows, start, axes)
+    o = done.o.reshape(request.B, request.T, request.HV, request.V)
+    if rows.per_token is not None:
+        return Done(o, done.pool, done.records)
+    if request.inplace_state:
         pool = varying(state_pool.written_pool(inputs), axes)
-        states = _to_pool(request, done.state, pool.dtype)
-        return Outputs(o, state_pool.states_written(pool, written, states))
+        states = to_pool(request, records.states_left(rows, start, done.state), pool.dtype)
+        return Done(o, state_pool.states_written(pool, rows.final, states), done.records)
     if request.output_final_state:
-        state = done.state
-        if read.no_slot is not None:
-            state = jnp.where(read.no_slot[:, None, None, None, None], 0.0, state)
-        return Outputs(o, _to_pool(request, state, request.state_dtype))
-    return Outputs(o)
+        state = jnp.where(rows.padding[:, None, None, None, None], 0.0, done.state)
+        return Done(o, to_pool(request, state, request.state_dtype), ())
+    return Done(o, None, ())
+
+
+def forward_rows(request: Request, inputs: RecurrentInputs, rows: StateRows) -> Outputs:
+    """Outputs token by token. With ``inplace_state``, ``final_state`` is the updated pool."""
+    done = run(request, inputs, rows)
+    return Outputs(done.o.astype(inputs.v.dtype), done.final_state, written=done.records)
+
+
+def forward(request: Request, inputs: RecurrentInputs) -> Outputs:
+    """:func:`forward_rows`, the rows read on the device."""
+    return forward_rows(request, inputs, state_rows(request, inputs))
 
 
 def backward(

@@ -32,7 +32,7 @@ class RowsRead(NamedTuple):
     """``[N]`` bool: padding, whose tokens are not read; None when no sequence can be."""
 
 
-def _slots(request: Request, indices: Array) -> Array:
+def slots(request: Request, indices: Array) -> Array:
     """Row numbers as int32, -1 in place of those that name no slot."""
     indices = indices.astype(jnp.int32)
     null = indices < 0
@@ -47,7 +47,7 @@ def rows_read(request: Request, inputs: ChunkInputs | RecurrentInputs) -> RowsRe
         return RowsRead(jnp.full(request.N, -1, jnp.int32), None)
     rows, no_slot = jnp.arange(request.N, dtype=jnp.int32), None
     if inputs.state_indices is not None:
-        rows = _slots(request, inputs.state_indices)
+        rows = slots(request, inputs.state_indices)
         no_slot = rows < 0
         if rows.ndim == 2:
             accepted = required(inputs.num_accepted_tokens).astype(jnp.int32)  # type: ignore[union-attr]
@@ -55,7 +55,7 @@ def rows_read(request: Request, inputs: ChunkInputs | RecurrentInputs) -> RowsRe
             rows = jnp.take_along_axis(rows, at, axis=1)[:, 0]
             no_slot = (rows < 0) & (accepted > 0)
             rows = jnp.where(accepted > 0, rows, -1)
-    if inputs.has_initial_state is not None:
+    if getattr(inputs, "has_initial_state", None) is not None:
         rows = jnp.where(inputs.has_initial_state, rows, -1)
     return RowsRead(rows, no_slot)
 
@@ -66,7 +66,7 @@ def rows_written(request: Request, inputs: ChunkInputs | RecurrentInputs, no_slo
     table = inputs.state_indices if inputs.write_indices is None else inputs.write_indices
     if table is None:
         return jnp.arange(request.N, dtype=jnp.int32)
-    table = _slots(request, table)
+    table = slots(request, table)
     if no_slot is None:
         return table
     return jnp.where(no_slot[:, None] if table.ndim == 2 else no_slot, -1, table)
@@ -74,7 +74,7 @@ def rows_written(request: Request, inputs: ChunkInputs | RecurrentInputs, no_slo
 
 def _checkpoint_rows(request: Request, inputs: ChunkInputs, no_slot: Array | None) -> Array:
     """``[C]`` rows of the checkpoints at ``checkpoint_offsets``; none in a sequence without a slot."""
-    rows = _slots(request, required(inputs.checkpoint_indices))
+    rows = slots(request, required(inputs.checkpoint_indices))
     if no_slot is None:
         return rows
     owner: Array = 0
@@ -87,15 +87,15 @@ def _checkpoint_rows(request: Request, inputs: ChunkInputs, no_slot: Array | Non
 
 def states_read(pool: Array, rows: Array) -> Array:
     """``[N, ...]`` rows of a pool; zeros for -1."""
-    return take_or_zero(pool, _dropped(rows, pool.shape[0]), 0)
+    return take_or_zero(pool, dropped(rows, pool.shape[0]), 0)
 
 
 def states_written(pool: Array, rows: Array, states: Array) -> Array:
     """The pool with some rows set; -1: not written."""
-    return pool.at[_dropped(rows, pool.shape[0])].set(states.astype(pool.dtype), mode="drop")
+    return pool.at[dropped(rows, pool.shape[0])].set(states.astype(pool.dtype), mode="drop")
 
 
-def _dropped(rows: Array, size: int) -> Array:
+def dropped(rows: Array, size: int) -> Array:
     """Rows past the end in place of -1: gathers fill zeros there, and scatters are dropped."""
     return jnp.where(rows < 0, size, rows)
 

@@ -477,7 +477,7 @@ def recurrent_mode(r: Request) -> RecurrentMode:
 
 DECODE_TAPS = 4
 """Taps of the convolution that the kernels for one token of the fused decode step have."""
-DECODE_HEADS = (4, 2, 1)
+DECODE_HEADS = (1, 2, 4)
 """Value heads of a key head that a cluster of the fused decode step may compute side by side."""
 _DECODE_BLOCKS = 8
 """Blocks of a cluster, at most: as many as every device with clusters takes."""
@@ -496,27 +496,21 @@ def decode_splits(mode: RecurrentMode, bf16_state: bool, arch: str) -> tuple[Spl
 
 def _choose_decode(r: Request, device: Figures) -> Choice:
     mode, count, items = decode_mode(r, device.arch), device.multiprocessors, items_for_choice(r)
-    split = decode_split(r, mode, items, device)
-    parts = [
-        f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"
-    ]
-    group = r.HV // r.H
-    parts += [f"{split.heads} of {group} value heads at once"] if group > 1 else []
+    split, group = decode_split(r, mode, items, device), r.HV // r.H
+    parts = [f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"]
+    if group > 1:
+        parts += [f"{group} value heads in a cluster" if split.heads == group else "windows of q and k in a launch"]
     return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
 
 
 def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -> Split:
-    """The blocks of a sequence and key head: a cluster, as the windows of q and k belong to all of its value heads.
-
-    As many value heads side by side as there are blocks for; each shared by as many blocks as find a multiprocessor,
-    of ``items`` sequences and value heads.
-    """
-    splits = [
-        x for x in decode_splits(mode, r.state_dtype == "bfloat16", device.arch) if r.HV // r.H % x.heads == 0
-    ]
-    return max(
-        splits, key=lambda x: (x.slices == 1 or items * x.slices <= device.multiprocessors, x.slices, x.heads)
-    )
+    """The blocks of a cluster: all value heads of a key head, to which the windows of q and k belong, if there are
+    kernels for as many, else one. Each is shared by as many blocks as find a multiprocessor, of ``items`` sequences and
+    value heads."""
+    splits, group = decode_splits(mode, r.state_dtype == "bfloat16", device.arch), r.HV // r.H
+    heads = group if group in [x.heads for x in splits] else 1
+    shared = [x for x in splits if x.heads == heads and items * x.slices <= device.multiprocessors]
+    return max(shared, default=Split(1, heads))
 
 
 def decode_mode(r: Request, arch: str) -> RecurrentMode:

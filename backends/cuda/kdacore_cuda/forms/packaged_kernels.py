@@ -40,6 +40,7 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         _each(recurrent.records_kernel, *states, _RECORD_MODES),
         _each(recurrent.record_tokens_kernel, HEAD_DIMS),
         _each(recurrent.commit_kernel, *states),
+        _each(decode.windows_kernel, HEAD_DIMS),
         *[_of_decode(mode, bf16_state, arch) for mode in _DECODE_MODES for bf16_state in _EITHER],
     ]
     kernels += _of_hopper() if arch == HOPPER else []

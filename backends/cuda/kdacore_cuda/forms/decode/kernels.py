@@ -41,4 +41,20 @@ there are no more blocks than multiprocessors."""
 
 def grid_blocks(r: Request, split: Split) -> int:
     """Blocks of a launch."""
-    return r.N * r.H * split.blocks
+    return r.N * r.HV * split.slices
+
+
+_WINDOW_THREADS = 256
+"""Threads of a block of :func:`windows_kernel`."""
+
+
+@cache
+def windows_kernel(K: int) -> Kernel:
+    """The kernel that writes the windows of q and k where those of decoding cannot."""
+    macros = {"K_DIM": K, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL}
+    return make_kernel("common/decode/decode_windows", DECODE, **macros)
+
+
+def windows_blocks(r: Request) -> int:
+    """Blocks of its launch."""
+    return -(-r.N * 2 * r.H * r.K // _WINDOW_THREADS)

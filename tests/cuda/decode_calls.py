@@ -50,8 +50,8 @@ def decode_inputs(
     **more: Any,
 ) -> Any:
     """A :class:`DecodeInputs` of random arrays: a pool of states and convolution states, of which every sequence has a
-    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``more``: arrays, or None for one that is not to
-    be given."""
+    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``more``: arrays, or None for one that is
+    not to be given."""
     d, D = Draw(seed, dtype), 2 * H * K + HV * K
     size = (B, T) if lengths is None else (1, sum(lengths) + 2)
     N = B if lengths is None else len(lengths)

@@ -165,7 +165,9 @@ POOL_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("group", [2, 3])
 @pytest.mark.parametrize("call", POOL_CALLS)
-def test_pools(call: str, windows: bool, group: int, v_first: bool, emulated: list[str], poison: None) -> None:
+def test_pools(
+    call: str, windows: bool, group: int, v_first: bool, emulated: list[str], poison: None
+) -> None:
     """Two or three value heads a key head. With ``windows``, those of candidates go to an array of their own."""
     given, options = POOL_CALLS[call]
     given = {"H": 1, "HV": group, "K": 64, **given}

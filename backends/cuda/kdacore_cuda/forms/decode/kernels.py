@@ -34,7 +34,7 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: R
     )
 
 
-_MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 5}
+_MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 4}
 """Head dim and blocks of a value head -> blocks that a multiprocessor must have registers for. Heads are shared where
 there are no more blocks than multiprocessors."""
 

@@ -229,7 +229,8 @@ def test_z_of_any_stride(emulated: list[str], poison: None) -> None:
     assert_mode(emulated, GENERAL)
 
 
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16])
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("state_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("split", ["whole", "halves", "two_halves"])
 def test_states_of_16_bits(
@@ -245,7 +246,7 @@ def test_states_of_16_bits(
     inputs = decode_inputs(GDN, H=1, HV=want.heads, state_dtype=state_dtype)
     request = check(inputs, GDN, state_v_first=v_first, **IN_PLACE)
     assert chosen(request).split == want
-    assert "STATE_BF161" in launched_kernel(emulated)
+    assert f"STATE_{'F' if state_dtype == torch.float16 else 'BF'}161" in launched_kernel(emulated)
 
 
 def test_an_output_that_is_given(emulated: list[str], poison: None) -> None:

@@ -152,9 +152,10 @@ DECODE_NUMBERS = ParamStruct(
 DECODE = _joined("DecodeParams", DECODE_ARRAYS, RECURRENT, DECODE_NUMBERS)
 """Parameters of the fused decode step: those of the recurrent kernels, without q, k and v, and of what is around the
 recurrence. Strides in elements: ``conv`` of rows, channels and columns, ``window`` of rows, candidates, tokens and
-channels. ``tasks``: clusters of blocks of a sequence; ``task_factor`` and ``task_shift``: to divide by it. ``taps``: the
-convolution's width. ``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written; ``writes_keys``:
-those of q and k by this launch; ``keeps_candidates``: of each candidate. ``z_whole``: four elements of z lie together and can be read at once."""
+channels. ``tasks``: clusters of blocks of a sequence; ``task_factor`` and ``task_shift``: to divide by it. ``taps``:
+the convolution's width. ``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written;
+``writes_keys``: those of q and k by this launch; ``keeps_candidates``: of each candidate. ``z_whole``: four elements
+of z lie together and can be read at once."""
 
 INTRA = ParamStruct(
     "IntraParams",

@@ -14,11 +14,11 @@ _WARP_CHANNELS = 16
 
 
 @cache
-def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode) -> Kernel:
+def decode_kernel(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Kernel:
     """The kernel for one head dim, K = V, state layout, state dtype, division among blocks, and
     mode: the calls that it serves."""
     warps, columns = K // _WARP_CHANNELS, K // split.slices
-    elements = 8 if bf16_state else 4
+    elements = 4 if state_dtype == "float32" else 8
     return make_kernel(
         *("common/decode/decode", DECODE),
         K_DIM=K,
@@ -28,7 +28,8 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: R
         MIN_BLOCKS=_MIN_BLOCKS[K, split.slices],
         COLUMNS=columns,
         V_FIRST=v_first,
-        STATE_BF16=bf16_state,
+        STATE_BF16=state_dtype == "bfloat16",
+        STATE_F16=True if state_dtype == "float16" else None,
         MODE=mode,
         CLUSTER=split.blocks,
     )

@@ -74,10 +74,12 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         "z_whole": 1,
         "blocks": kernels.grid_blocks(r, split),
     }
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", split, mode
+    kind = r.K, r.state_v_first, r.state_dtype, split, mode
     if whole or not (r.inplace_state and r.has("conv_weight")):
         return Launches(_program(*kind), numbers, arch_of(r))
-    return Launches(_program_with_windows(*kind), numbers | {"window_blocks": kernels.windows_blocks(r)}, arch_of(r))
+    return Launches(
+        _program_with_windows(*kind), numbers | {"window_blocks": kernels.windows_blocks(r)}, arch_of(r)
+    )
 
 
 def contiguous_strides(r: Request, name: str) -> tuple[int, ...]:
@@ -137,16 +139,16 @@ _of_tokens = FamilyCache(_make_of_tokens)
 
 
 @cache
-def _program(K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, bf16_state, split, mode)
+def _program(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Program:
+    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode)
     return Program((Launch("decode", kernel, "blocks", _FIELDS),), ARRAYS, _NUMBERS)
 
 
 @cache
 def _program_with_windows(
-    K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode
+    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode
 ) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, bf16_state, split, mode)
+    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode)
     steps = (
         Launch("decode", kernel, "blocks", _FIELDS),
         Launch("decode_windows", kernels.windows_kernel(K), "window_blocks", _FIELDS),

@@ -266,7 +266,7 @@ def force_slices(slices: int) -> None:
     plain = choice.decode_split
 
     def forced(r: Any, mode: Any, items: int, device: Any) -> Any:
-        allowed = choice.decode_splits(mode, r.state_dtype == "bfloat16", device.arch)
+        allowed = choice.decode_splits(mode, r.state_dtype, device.arch)
         fitting = [x for x in allowed if x.slices == slices and r.HV // r.H % x.heads == 0]
         return max(fitting, key=lambda x: x.heads) if fitting else plain(r, mode, items, device)
 

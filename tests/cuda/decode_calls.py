@@ -14,7 +14,7 @@ from pool_checks import pool_of, same_bits
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
 from kdacore.ops import OPS
 from kdacore.oracle.decode import oracle_decode
-from kdacore.types import DecodeInputs, Request
+from kdacore.types import DecodeInputs, Request, TensorSpec
 from kdacore_cuda.forms.decode import forward as decode
 
 KDA, GDN = "fused_decode_kda", "fused_decode_gated_delta_rule"
@@ -27,7 +27,14 @@ def decode_request(op: str, inputs: DecodeInputs, **options: Any) -> Request:
     """The validated Request of a call, with the usual options of models, on an H100."""
     defaults = {name: OPS[op].defaults[name] for name in ("norm_eps", "norm_activation")}
     model = BOUNDED_MODEL if op == KDA else MODEL
-    request = request_of(op, inputs, **({**defaults, **model} | options))
+    pool = inputs.initial_state
+    is_half = pool.dtype == torch.float16  # the front end does not take such states yet
+    given = inputs._replace(initial_state=pool.bfloat16()) if is_half else inputs
+    request = request_of(op, given, **({**defaults, **model} | options))
+    if is_half:
+        specs = dict(request.tensors)
+        specs["initial_state"] = TensorSpec(specs["initial_state"].shape, "float16")
+        request = dataclasses.replace(request, state_dtype="float16", tensors=tuple(specs.items()))
     return dataclasses.replace(request, device=HOPPER)
 
 
@@ -50,8 +57,8 @@ def decode_inputs(
     **more: Any,
 ) -> Any:
     """A :class:`DecodeInputs` of random arrays: a pool of states and convolution states, of which every sequence has a
-    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``more``: arrays, or None for one that is not to
-    be given."""
+    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``more``: arrays, or None for one that is
+    not to be given."""
     d, D = Draw(seed, dtype), 2 * H * K + HV * K
     size = (B, T) if lengths is None else (1, sum(lengths) + 2)
     N = B if lengths is None else len(lengths)

@@ -12,6 +12,7 @@ from kdacore.registry import REGISTRY
 
 OPS = (
     *("chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"),
+    *("fused_decode_kda", "fused_decode_gated_delta_rule"),
     *("commit_records", "kda_chunk_intra", "kda_recompute_w_u"),
 )
 HANDLERS = {"native": emulation.native_handler, "python": emulation.python_handler}

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 import emulated_backend
 import pytest
 from emulated_backend import NAME, run_emulated
+from jax_emulation import Device
+from test_jax_conformance import run_all
 
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
@@ -37,6 +39,24 @@ def cases(op: str, kind: ArrayKind) -> list[Case]:
 @pytest.mark.parametrize("op", OPS)
 def test_torch(op: str, registered: None, emulated: list[str]) -> None:
     run_emulated(cases(op, "torch"), emulated, "decode")
+
+
+def jax_cases() -> list[Case]:
+    found = [case for op in OPS for case in cases(op, "jax")]
+    assert {c.mode for c in found} == {"eager", "jit"}
+    return found
+
+
+def test_some_cases_from_jax(from_jax: Device) -> None:
+    """One of candidates and their windows, and one that is traced."""
+    found = jax_cases()
+    windows = next(c for c in found if c.conv_windows)
+    run_all([windows, next(c for c in found if c.mode == "jit" and c.op != windows.op)], from_jax)
+
+
+@pytest.mark.exhaustive
+def test_every_case_from_jax(from_jax: Device) -> None:
+    run_all(jax_cases(), from_jax)
 
 
 def run_random(seeds: Iterable[int], launched: list[str]) -> None:

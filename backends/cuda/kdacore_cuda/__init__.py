@@ -76,9 +76,8 @@ def _by_kind(module: str, function: str, jax_module: str = "jax.forward") -> For
     return call
 
 
-_COMMON = _verifiers(
-    *("known_sizes", "xla_version", "architecture", "compiler", "float_dtypes", "state_dtype", "grid_size")
-)
+_CALLS = _verifiers(*("known_sizes", "xla_version", "architecture", "compiler", "float_dtypes", "grid_size"))
+_COMMON = _CALLS + _verifiers("state_dtype")
 _STAGE = _verifiers(
     *("xla_version", "architecture", "compiler", "stage_dtypes", "stage_chunk"),
     *("sequence_length", "stage_grid_size"),
@@ -128,12 +127,12 @@ def make_backend() -> Backend:
         verifiers=_COMMON + _verifiers("head_dims"),
     )
     decode = _op(
-        forward=_by_kind("forms.decode.forward", "forward"),
+        forward=_by_kind("forms.decode.forward", "forward", "jax.decode"),
         serves=(ops.SEQUENCE_FEATURES - {"initial_state"})  # always given
         | ops.POOL_FEATURES
         | ops.RECURRENT_FEATURES
         | {"out", "conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"},
-        verifiers=_COMMON + _verifiers("head_dims"),
+        verifiers=_CALLS + _verifiers("decode_state_dtype", "head_dims"),
         fast_path=_lazy("forms.decode.forward", "make_fast_call"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"

@@ -472,18 +472,18 @@ def recurrent_mode(r: Request) -> RecurrentMode:
 
 DECODE_TAPS = 4
 """Taps of the convolution that the kernels for one token of the fused decode step have."""
-DECODE_HEADS = (4, 2, 1)
+DECODE_HEADS = (1, 2, 4)
 """Value heads of a key head that a cluster of the fused decode step may compute side by side."""
 _DECODE_BLOCKS = 8
 """Blocks of a cluster, at most: as many as every device with clusters takes."""
 
 
-def decode_splits(mode: RecurrentMode, bf16_state: bool, arch: str) -> tuple[Split, ...]:
+def decode_splits(mode: RecurrentMode, state_dtype: str, arch: str) -> tuple[Split, ...]:
     """The divisions that the fused decode step is compiled with: a state of 64 KB may be shared by four blocks, one of
     32 by two, for one token. One gate a channel comes with one value head a key head."""
     if arch not in CLUSTER_ARCHS:
         return (Split(1, 1),)
-    slices = (1,) if mode == RecurrentMode.GENERAL else (1, 2) if bf16_state else (1, 2, 4)
+    slices = (1,) if mode == RecurrentMode.GENERAL else (1, 2, 4) if state_dtype == "float32" else (1, 2)
     heads = (1,) if mode == RecurrentMode.ONE_TOKEN else DECODE_HEADS
     every = (Split(*sizes) for sizes in product(slices, heads))
     return tuple(split for split in every if split.blocks <= _DECODE_BLOCKS)
@@ -491,27 +491,25 @@ def decode_splits(mode: RecurrentMode, bf16_state: bool, arch: str) -> tuple[Spl
 
 def _choose_decode(r: Request, device: Figures) -> Choice:
     mode, count, items = decode_mode(r, device.arch), device.multiprocessors, items_for_choice(r)
-    split = decode_split(r, mode, items, device)
+    split, group = decode_split(r, mode, items, device), r.HV // r.H
     parts = [
         f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"
     ]
-    group = r.HV // r.H
-    parts += [f"{split.heads} of {group} value heads at once"] if group > 1 else []
+    if group > 1:
+        parts += [
+            f"{group} value heads in a cluster" if split.heads == group else "windows of q and k in a launch"
+        ]
     return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
 
 
 def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -> Split:
-    """The blocks of a sequence and key head: a cluster, as the windows of q and k belong to all of its value heads.
-
-    As many value heads side by side as there are blocks for; each shared by as many blocks as find a multiprocessor,
-    of ``items`` sequences and value heads.
-    """
-    splits = [
-        x for x in decode_splits(mode, r.state_dtype == "bfloat16", device.arch) if r.HV // r.H % x.heads == 0
-    ]
-    return max(
-        splits, key=lambda x: (x.slices == 1 or items * x.slices <= device.multiprocessors, x.slices, x.heads)
-    )
+    """The blocks of a cluster: all value heads of a key head, to which the windows of q and k belong, if there are
+    kernels for as many, else one. Each is shared by as many blocks as find a multiprocessor, of ``items`` sequences and
+    value heads."""
+    splits, group = decode_splits(mode, r.state_dtype, device.arch), r.HV // r.H
+    heads = group if group in [x.heads for x in splits] else 1
+    shared = [x for x in splits if x.heads == heads and items * x.slices <= device.multiprocessors]
+    return max(shared, default=Split(1, heads))
 
 
 def decode_mode(r: Request, arch: str) -> RecurrentMode:
@@ -520,7 +518,7 @@ def decode_mode(r: Request, arch: str) -> RecurrentMode:
     one = r.T == 1 and not r.packed and r.state_indices_ndim == 1 and r.write_indices_ndim < 2
     if not one or r.K != 128 or r.B * r.HV * r.K >= 2**31:
         return RecurrentMode.GENERAL
-    types = {name: spec.dtype for name, spec in r.tensors}
+    types = {name: spec.dtype for name, spec in r.tensors if name not in ("initial_state", "write_pool")}
     if "conv_weight" not in types or r.spec("conv_weight").shape[1] != DECODE_TAPS or "conv_indices" in types:
         return RecurrentMode.GENERAL
     if r.dtype != "bfloat16" or types.get("z", "bfloat16") != "bfloat16" or "float16" in types.values():

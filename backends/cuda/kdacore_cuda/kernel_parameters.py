@@ -141,23 +141,24 @@ DECODE_ARRAYS = ParamStruct(
     (
         *_fields("ptr", "x conv_weight conv_bias conv_state conv_indices conv_windows z norm_weight"),
         *_fields("i64", "x_sb x_st conv_sr conv_sc conv_sl window_sr window_st window_sl window_sc"),
-        *_fields("i64", "z_sb z_st z_sh z_sv norm_sh h_factor"),
+        *_fields("i64", "z_sb z_st z_sh z_sv norm_sh task_factor tasks"),
     ),
 )
 DECODE_NUMBERS = ParamStruct(
     "DecodeNumbers",
     (
-        *_fields("i32", "h_shift group taps x_type conv_weight_type conv_bias_type z_type norm_type"),
-        *_fields("i32", "wide_conv writes_conv keeps_candidates z_whole silu"),
+        *_fields("i32", "task_shift taps x_type conv_weight_type conv_bias_type z_type norm_type"),
+        *_fields("i32", "wide_conv writes_conv writes_keys keeps_candidates z_whole silu"),
         *_fields("f32", "norm_eps"),
     ),
 )
 DECODE = _joined("DecodeParams", DECODE_ARRAYS, RECURRENT, DECODE_NUMBERS)
 """Parameters of the fused decode step: those of the recurrent kernels, without q, k and v, and of what is around the
 recurrence. Strides in elements: ``conv`` of rows, channels and columns, ``window`` of rows, candidates, tokens and
-channels. ``h_factor`` and ``h_shift``: to divide by H. ``group``: HV / H. ``taps``: the convolution's width.
-``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written; ``keeps_candidates``: of each
-candidate. ``z_whole``: four elements of z lie together and can be read at once."""
+channels. ``tasks``: clusters of blocks of a sequence; ``task_factor`` and ``task_shift``: to divide by it. ``taps``:
+the convolution's width. ``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written;
+``writes_keys``: those of q and k by this launch; ``keeps_candidates``: of each candidate. ``z_whole``: four elements
+of z lie together and can be read at once."""
 
 INTRA = ParamStruct(
     "IntraParams",

@@ -33,6 +33,8 @@ gated_delta_dtype = common.dtypes(*HALVES)
 float_dtypes = common.dtypes(*FLOATS, arrays=("g", "beta", "dt_bias"))
 """The kernels read any 16- or 32-bit float, of gates, betas and biases; the recurrent ones of q, k and v too."""
 state_dtype = common.state_dtypes("float32", "bfloat16")
+decode_state_dtype = common.state_dtypes(*FLOATS)
+"""The fused decode step has kernels for states of any 16- or 32-bit float."""
 sequence_length = common.lengths(2**30 - 1)
 """Lengths inside a sequence are 32-bit."""
 intra_head_dim = common.key_dims(HEAD_DIMS)

@@ -21,6 +21,7 @@ from kdacore_cuda.gated_delta_variant import PACKAGED, Variant, cut_variant
 from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
+_HALVES = "bfloat16", "float16"
 _DECODE_MODES = RecurrentMode.GENERAL, RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
 _RECORD_MODES = RecurrentMode.GENERAL, RecurrentMode.CONTIGUOUS
 _WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
@@ -40,7 +41,8 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         _each(recurrent.records_kernel, *states, _RECORD_MODES),
         _each(recurrent.record_tokens_kernel, HEAD_DIMS),
         _each(recurrent.commit_kernel, *states),
-        *[_of_decode(mode, bf16_state, arch) for mode in _DECODE_MODES for bf16_state in _EITHER],
+        _each(decode.windows_kernel, HEAD_DIMS),
+        *[_of_decode(mode, dtype, arch) for mode in _DECODE_MODES for dtype in ("float32", *_HALVES)],
     ]
     kernels += _of_hopper() if arch == HOPPER else []
     for K in HEAD_DIMS:
@@ -53,11 +55,11 @@ def _each(function: Callable[..., Kernel], *values: Iterable[object]) -> Iterato
     return (function(*arguments) for arguments in product(*values))
 
 
-def _of_decode(mode: RecurrentMode, bf16_state: bool, arch: str) -> Iterator[Kernel]:
+def _of_decode(mode: RecurrentMode, state_dtype: str, arch: str) -> Iterator[Kernel]:
     """The kernels of the fused decode step; those for one token have one head dim."""
     head_dims = HEAD_DIMS if mode == RecurrentMode.GENERAL else (128,)
-    splits = decode_splits(mode, bf16_state, arch)
-    return _each(decode.decode_kernel, head_dims, _EITHER, (bf16_state,), splits, (mode,))
+    splits = decode_splits(mode, state_dtype, arch)
+    return _each(decode.decode_kernel, head_dims, _EITHER, (state_dtype,), splits, (mode,))
 
 
 def _of_hopper() -> list[Iterator[Kernel]]:

@@ -14,11 +14,11 @@ _WARP_CHANNELS = 16
 
 
 @cache
-def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode) -> Kernel:
+def decode_kernel(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Kernel:
     """The kernel for one head dim, K = V, state layout, state dtype, division among blocks, and
     mode: the calls that it serves."""
     warps, columns = K // _WARP_CHANNELS, K // split.slices
-    elements = 8 if bf16_state else 4
+    elements = 4 if state_dtype == "float32" else 8
     return make_kernel(
         *("common/decode/decode", DECODE),
         K_DIM=K,
@@ -28,17 +28,34 @@ def decode_kernel(K: int, v_first: bool, bf16_state: bool, split: Split, mode: R
         MIN_BLOCKS=_MIN_BLOCKS[K, split.slices],
         COLUMNS=columns,
         V_FIRST=v_first,
-        STATE_BF16=bf16_state,
+        STATE_BF16=state_dtype == "bfloat16",
+        STATE_F16=True if state_dtype == "float16" else None,
         MODE=mode,
         CLUSTER=split.blocks,
     )
 
 
-_MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 5}
+_MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 4}
 """Head dim and blocks of a value head -> blocks that a multiprocessor must have registers for. Heads are shared where
 there are no more blocks than multiprocessors."""
 
 
 def grid_blocks(r: Request, split: Split) -> int:
     """Blocks of a launch."""
-    return r.N * r.H * split.blocks
+    return r.N * r.HV * split.slices
+
+
+_WINDOW_THREADS = 256
+"""Threads of a block of :func:`windows_kernel`."""
+
+
+@cache
+def windows_kernel(K: int) -> Kernel:
+    """The kernel that writes the windows of q and k where those of decoding cannot."""
+    macros = {"K_DIM": K, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL}
+    return make_kernel("common/decode/decode_windows", DECODE, **macros)
+
+
+def windows_blocks(r: Request) -> int:
+    """Blocks of its launch."""
+    return -(-r.N * 2 * r.H * r.K // _WINDOW_THREADS)

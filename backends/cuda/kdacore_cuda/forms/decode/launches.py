@@ -38,13 +38,14 @@ FULL_DEVICE_ITEMS = 128
 """Sequences and value heads from which the next launch may be placed before this one starts, as for the recurrent
 kernels."""
 _OF_TOKENS = (
-    *("norm_sh", "h_factor", "h_shift", "group", "taps", "x_type", "conv_weight_type", "conv_bias_type"),
+    *("norm_sh", "group_factor", "group_shift", "taps", "x_type", "conv_weight_type", "conv_bias_type"),
     *("z_type", "norm_type", "wide_conv", "writes_conv", "keeps_candidates", "silu", "norm_eps"),
     *("T", "H", "HV", "null_index", "gate", "flags", "g_type", "beta_type", "bias_type", "scale"),
     "lower_bound",
 )
 _NUMBERS = (
     *(*_STRIDES, *ROWS, *_OF_TOKENS),
+    *("tasks", "task_factor", "task_shift", "writes_keys"),
     *("indices_row", "writes_row", "N", "fills_device", "z_whole", "blocks"),
 )
 
@@ -58,11 +59,14 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
     if mode != RecurrentMode.GENERAL and not is_plain:
         mode = RecurrentMode.GENERAL
         split = decode_split(r, mode, items_for_choice(r), figures_of(r))
-    row = r.HV * r.K * r.V
+    row, tasks = r.HV * r.K * r.V, r.HV // split.heads
+    whole = split.heads * r.H == r.HV  # a cluster has all that read the windows of q and k
     numbers: dict[str, float] = {
         **_of_tokens(r, r.T),
         **strides_of(r, {name: contiguous_strides(r, name) for name in STRIDED}),
         **dict.fromkeys(ROWS, row),
+        **dict(zip(("tasks", "task_factor", "task_shift"), (tasks, *division(tasks)), strict=True)),
+        "writes_keys": whole,
         "indices_row": _width(r, "state_indices", r.state_indices_ndim),
         "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
         "N": r.N,
@@ -70,8 +74,12 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         "z_whole": 1,
         "blocks": kernels.grid_blocks(r, split),
     }
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16"
-    return Launches(_program(*kind, split, mode), numbers, arch_of(r))
+    kind = r.K, r.state_v_first, r.state_dtype, split, mode
+    if whole or not (r.inplace_state and r.has("conv_weight")):
+        return Launches(_program(*kind), numbers, arch_of(r))
+    return Launches(
+        _program_with_windows(*kind), numbers | {"window_blocks": kernels.windows_blocks(r)}, arch_of(r)
+    )
 
 
 def contiguous_strides(r: Request, name: str) -> tuple[int, ...]:
@@ -118,7 +126,7 @@ def _make_of_tokens(r: Request) -> dict[str, Any]:
     per_head = r.has("norm_weight") and len(r.spec("norm_weight").shape) == 2
     has_conv = r.has("conv_weight")
     values = (
-        *(r.V * per_head, *division(r.H), r.HV // r.H, r.spec("conv_weight").shape[1] if has_conv else 0),
+        *(r.V * per_head, *division(r.HV // r.H), r.spec("conv_weight").shape[1] if has_conv else 0),
         *map(type_of, ("x", "conv_weight", "conv_bias", "z", "norm_weight")),
         *(dtypes.get("conv_indices") == "int64", has_conv and r.inplace_state, axes == 2),
         *(r.norm_activation == "silu", r.norm_eps, r.T, r.H, r.HV, r.null_index, GATES[r.gate], flags),
@@ -131,6 +139,18 @@ _of_tokens = FamilyCache(_make_of_tokens)
 
 
 @cache
-def _program(K: int, v_first: bool, bf16_state: bool, split: Split, mode: RecurrentMode) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, bf16_state, split, mode)
+def _program(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Program:
+    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode)
     return Program((Launch("decode", kernel, "blocks", _FIELDS),), ARRAYS, _NUMBERS)
+
+
+@cache
+def _program_with_windows(
+    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode
+) -> Program:
+    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode)
+    steps = (
+        Launch("decode", kernel, "blocks", _FIELDS),
+        Launch("decode_windows", kernels.windows_kernel(K), "window_blocks", _FIELDS),
+    )
+    return Program(steps, ARRAYS, (*_NUMBERS, "window_blocks"))

@@ -158,26 +158,39 @@ __device__ __forceinline__ void store_window(const DecodeParams& p, const Window
 }
 
 // What `count` tokens of a sequence, from element `x_at` of x on, leave of a channel: the last window; of candidates a
-// window behind each, in `conv_windows` or, with the tokens behind one another, in the row of `conv_state`.
-// Only this thread touches the channel now.
-__device__ __forceinline__ void leave_windows(const DecodeParams& p, const Item& it, const WindowPlace& at, Channel& c,
+// window behind each, in `conv_windows` or, with the tokens behind one another, in the row of `conv_state`. Only this
+// thread touches the channel now.
+__device__ __forceinline__ void write_windows(const DecodeParams& p, const Item& it, const WindowPlace& at, Channel& c,
                                               Offset x_at, int count) {
   const Window state = state_window(p, at.to);
-  if (ONE || !p.keeps_candidates || (!has_candidate_windows(p) && count == 0)) {
-    if (state.base) store_window(p, state, c);
-    return;
-  }
   load_window(p, window_before(p, it, at), c);
 #pragma unroll 1
   for (int t = 0; t < count; ++t) {
     c.x = load_elements<1>(p.x, x_at + t * (Offset)p.x_st + c.index, x_type(p));
     move_window(c);
+    if (!p.keeps_candidates) continue;
     if (has_candidate_windows(p)) {
       store_window(p, candidate_window(p, it, t), c);
-    } else if (state.base && t == 0) {
-      store_window(p, state, c);
-    } else if (state.base) {
+    } else if (state.base && t > 0) {
       store_bits(p, window_element(p, state, c.index, HISTORY - missing_taps(p) - 1 + t), c.x);
+    } else if (state.base) {
+      store_window(p, state, c);
     }
   }
+  if (state.base && (!p.keeps_candidates || (!has_candidate_windows(p) && count == 0))) store_window(p, state, c);
+}
+// The same by a thread that has the last window.
+__device__ __forceinline__ void leave_windows(const DecodeParams& p, const Item& it, const WindowPlace& at, Channel& c,
+                                              Offset x_at, int count) {
+  if (!ONE && p.keeps_candidates) return write_windows(p, it, at, c, x_at, count);
+  const Window state = state_window(p, at.to);
+  if (state.base) store_window(p, state, c);
+}
+
+// Where a sequence starts, for its convolution. `from`: the row of its state.
+__device__ __forceinline__ WindowPlace window_place(const DecodeParams& p, const WindowRow& r, int from, bool padding,
+                                                    bool reads) {
+  const int row = ONE ? from : row_of(p, r);
+  const int to = is_slot(p, row) && !padding ? row : -1;
+  return {reads ? to : -1, to, r.preceding};
 }

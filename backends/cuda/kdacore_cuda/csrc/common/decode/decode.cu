@@ -1,39 +1,16 @@
 // fused_decode_kda and fused_decode_gated_delta_rule: the step that servers decode with, in one launch. For each
 // token: convolution of q, k and v with SiLU, the recurrence of recurrent.cu, the gated norm of its output.
 //
-// Grid: a cluster of CLUSTER blocks takes a sequence and key head. Its value heads are computed HEADS_AT_ONCE side
-// by side, each by SLICES blocks that have COLUMNS columns of V. So what several value heads read, the windows of q
-// and k, is written by one block, after a barrier that says that all have read it; and the sum over V, which the norm
-// needs, is that of one block, or is exchanged in the cluster's shared memory.
+// Grid: a cluster of CLUSTER blocks takes a sequence and HEADS_AT_ONCE value heads, each by SLICES blocks that have
+// COLUMNS columns of V. These are all value heads of a key head: so what several of them read, the windows of q and k, is
+// written by one block, after a barrier that says that all have read it. Where a key head has more value heads than a
+// cluster takes, those windows are left to decode_windows.cu. The sum over V, which the norm needs, is that of one block,
+// or is exchanged in the cluster's shared memory.
 //
 // As in recurrent.cu the time depends on how soon the loads of the state are issued: they follow those of the windows
 // as soon as the pool's row is known. Convolution, gate and norms are computed meanwhile, a channel a thread.
 #include "common/clear_rows.cuh"
 #include "common/decode/gated_norm.cuh"
-
-// Elements from the start of an array to a sequence's first token.
-struct TokenPlaces {
-  Offset x, g, beta, z, o;
-};
-
-// Length and places of a sequence's tokens, for a value head.
-__device__ __forceinline__ TokenPlaces locate_tokens(const DecodeParams& p, Item& it) {
-  Offset batch = it.n, first = 0;
-  it.length = ONE ? 1 : (int)p.T;
-  if (!PLAIN && p.cu_seqlens) {
-    const bool wide = p.flags & FLAG_CU64;
-    first = load_number(p.cu_seqlens, it.n + it.zero, wide);
-    it.length = load_number(p.cu_seqlens, it.n + 1 + it.zero, wide) - (int)first;
-    batch = 0;
-  }
-  if (it.length > MOST_TOKENS) it.length = MOST_TOKENS;  // a call may have no more
-  const Offset hv = it.hv;
-  return {batch * (Offset)p.x_sb + first * (Offset)p.x_st,
-          batch * (Offset)p.g_sb + first * (Offset)p.g_st + hv * (Offset)p.g_sh,
-          batch * (Offset)p.beta_sb + first * (Offset)p.beta_st + hv * (Offset)p.beta_sh,
-          batch * (Offset)p.z_sb + first * (Offset)p.z_st + hv * (Offset)p.z_sh,
-          ((batch * (Offset)(ONE ? 1 : p.T) + first) * p.HV + hv) * V};
-}
 
 // What a thread loads of a token: the channel of q or k that it owns, the column of v, the gate of a channel.
 struct Inputs {
@@ -55,33 +32,50 @@ __device__ __forceinline__ void next_token(const DecodeParams& p, TokenPlaces& a
   at.x += (Offset)p.x_st, at.g += (Offset)p.g_st, at.beta += (Offset)p.beta_st;
 }
 
-// Of several tokens the weights stay in shared memory, as each thread left its own there.
-__device__ __forceinline__ void keep_weights(const Channel& c, u32 memory, int place) {
-  const u32 to = memory + OFFSET(DecodeMemory, weights) + (u32)sizeof(uint4) * place;
-  store_shared(to, c.weight.w[0], c.weight.w[1], c.weight.w[2], c.weight.w[3]);
+// Of several tokens a thread leaves its channels in shared memory between them: q's or k's at `place` thread, v's behind.
+__device__ __forceinline__ void keep_window(const Channel& c, u32 to) {
+  store_shared(to + OFFSET(KeptChannel, bias), c.bias.w[0], c.window[0].w[0], c.window[1].w[0], c.window[2].w[0]);
 }
-__device__ __forceinline__ void fetch_weights(Channel& c, u32 memory, int place) {
-  if (ONE) return;
-  const uint4 x = load_shared_u4(memory + OFFSET(DecodeMemory, weights) + (u32)sizeof(uint4) * place);
+__device__ __forceinline__ void keep_channel(const Channel& c, u32 to) {
+  store_shared(to, c.weight.w[0], c.weight.w[1], c.weight.w[2], c.weight.w[3]);
+  keep_window(c, to);
+}
+__device__ __forceinline__ void fetch_channel(Channel& c, u32 from) {
+  const uint4 x = load_shared_u4(from), y = load_shared_u4(from + OFFSET(KeptChannel, bias));
   c.weight = {x.x, x.y, x.z, x.w};
+  c.bias = {y.x};
+  c.window[0] = {y.y}, c.window[1] = {y.z}, c.window[2] = {y.w};
+}
+__device__ __forceinline__ u32 place_of(u32 memory, int channel) {
+  return memory + OFFSET(DecodeMemory, channels) + (u32)sizeof(KeptChannel) * channel;
 }
 
+// A channel of a token. `kept`: it is in shared memory.
+__device__ __forceinline__ float convolve_kept(const DecodeParams& p, Channel& c, u32 place, bool kept) {
+  if (ONE || !has_conv(p)) return convolve(p, c);
+  if (kept) fetch_channel(c, place);
+  const float y = convolve(p, c);
+  if (kept) {
+    keep_window(c, place);
+  } else {
+    keep_channel(c, place);
+  }
+  return y;
+}
 // The convolved token, to shared memory.
 __device__ __forceinline__ void stage_inputs(const DecodeParams& p, Inputs& in, const ChannelGates<1>& gate, u32 memory,
-                                             int odd) {
+                                             int odd, bool kept) {
   const int thread = thread_index();
   const u32 own = memory + odd * (u32)sizeof(StagedToken) + 4 * thread;  // q, and behind it k
-  if (has_conv(p)) fetch_weights(in.qk, memory, thread);
-  store_shared(own, __float_as_uint(convolve(p, in.qk)));
+  store_shared(own, __float_as_uint(convolve_kept(p, in.qk, place_of(memory, thread), kept)));
   if (owns_gate()) {
     float decay[1] = {to_float(in.g, g_type(p))};
     decays(p, decay, gate);
     store_shared(own + OFFSET(StagedToken, decay) - 4 * K, __float_as_uint(decay[0]));
   }
-  if (owns_column()) {
-    if (has_conv(p)) fetch_weights(in.v, memory, 2 * K + thread);
-    store_shared(own + OFFSET(StagedToken, v), __float_as_uint(convolve(p, in.v)));
-  }
+  if (owns_column())
+    store_shared(own + OFFSET(StagedToken, v),
+                 __float_as_uint(convolve_kept(p, in.v, place_of(memory, 2 * K + thread), kept)));
 }
 
 template <int N>
@@ -216,8 +210,8 @@ __device__ __forceinline__ void store_final_state(const DecodeParams& p, const I
     store_state(s, target + STATE_BYTES * (to * p.ht_row), whole_rows(p.ht, p.ht_row));
 }
 
-// All tokens of a sequence and value head. `last`: this block takes no other head of the sequence after it.
-__device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int h, bool last, const Part& part,
+// All tokens of a sequence and value head.
+__device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int h, const Part& part,
                                             const LanePosition& lane, const Start& start) {
   const int thread = thread_index(), slice = part.slice;
   const long long own = (long long)it.hv * (K * V) + first_element(lane);  // of a pool row
@@ -246,11 +240,9 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   const int from = row_of(p, start);
   const bool padding = !start.known && !is_slot(p, from), reads = from >= 0 && !padding && start.has_initial;
   const int length = padding ? 0 : it.length;
-  WindowPlace windows = {-1, -1, window_row.preceding};
+  WindowPlace windows = {};
   if (has_conv(p)) {
-    const int row = ONE ? from : row_of(p, window_row);
-    if (is_slot(p, row) && !padding) windows.to = row;
-    if (reads) windows.from = windows.to;
+    windows = window_place(p, window_row, from, padding, reads);
     const Window before = window_before(p, it, windows);
     load_window(p, before, in.qk);
     if (owns_column()) load_window(p, before, in.v);
@@ -266,17 +258,13 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   // 2. Gate and convolution of the first token, while the state is loaded.
   ChannelGates<1> gate;
   if (owns_gate()) gate = finish_gate(p, raw_gate);
-  if (!ONE && has_conv(p)) {
-    keep_weights(in.qk, part.memory, thread);
-    if (owns_column()) keep_weights(in.v, part.memory, 2 * K + thread);
-  }
   if (length > 0) {
-    stage_inputs(p, in, gate, part.memory, 0);
+    stage_inputs(p, in, gate, part.memory, 0, false);
     stage_norm(p, it, at, part, norm_inputs);
   }
-  if (CLUSTER > 1 && PLAIN) wait_cluster();  // all blocks have begun
+  if (CLUSTER > 1) wait_cluster();  // all blocks have begun
   // A window that only this block reads is written as soon as one token has moved it on.
-  const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && last && thread == 0;
+  const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && thread == 0;
   const u32 read = part.memory + OFFSET(DecodeMemory, read);
   if (ONE && writes) {
     if (owns_column()) leave_windows(p, it, windows, in.v, at.x, length);
@@ -306,7 +294,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
       load_token_inputs(p, in, at, it);
     }
     step(p, s, lane, tokens, v, o, update, t & 1, [&] {
-      if (more) stage_inputs(p, in, gate, part.memory, ~t & 1);
+      if (more) stage_inputs(p, in, gate, part.memory, ~t & 1, true);
     });
     if (lane.writes) write_floats(part.memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * t + column, o);
     if (scatter && t < p.writes_row) {
@@ -317,6 +305,10 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   }
 
   // 4. What the tokens leave.
+  if (!ONE && has_conv(p) && length > 0) {
+    fetch_channel(in.qk, place_of(part.memory, thread));
+    if (owns_column()) fetch_channel(in.v, place_of(part.memory, 2 * K + thread));
+  }
   if (length == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
   if (length > 0) sync_block();  // all outputs are there
   if (SLICES > 1 && p.norm_weight && length > 0) exchange_squares(it, part);
@@ -324,7 +316,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   if (!ONE && writes && owns_column()) leave_windows(p, it, windows, in.v, first_x, length);
   if (length > 0) store_outputs(p, it, at, part);
   if (padding) store_zeros(p, it, at, part);
-  if ((!ONE || CLUSTER > 1) && writes && last && slice == 0 && part.first == 0) {
+  if ((!ONE || CLUSTER > 1) && writes && p.writes_keys && slice == 0 && part.first == 0) {
     if (CLUSTER > 1) barrier_wait(read, 0);
     leave_windows(p, it, windows, in.qk, first_x, length);
   }
@@ -347,25 +339,17 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodePara
   wait_for_inputs();
   if (!p.fills_device) launch_dependents();
   Item it;
-  it.n = (int)((u64)task * p.h_factor >> p.h_shift);   // task / H
-  it.zero = (int)((u64)thread_index() >> p.h_shift);  // the shift is 31 or more
+  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
+  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
   const Start start = start_of(p, it);
-  const int h = (int)task - it.n * p.H;
   const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
   if constexpr (CLUSTER > 1) begin_cluster(part.memory);
   const LanePosition lane = make_position(part.slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
-  const int first_head = rank / SLICES;
-  if constexpr (PLAIN) {
-    it.hv = h * HEADS_AT_ONCE + first_head;
-    decode_head(p, it, h, true, part, lane, start);
-    return;
-  }
-  if (CLUSTER > 1) wait_cluster();
-#pragma unroll 1
-  for (int head = first_head; head < p.group; head += HEADS_AT_ONCE) {
-    it.hv = h * p.group + head;
-    decode_head(p, it, h, head + HEADS_AT_ONCE >= p.group, part, lane, start);
-  }
+  const int own = task - it.n * (int)p.tasks;
+  it.hv = own * HEADS_AT_ONCE + rank / SLICES;
+  const int h = PLAIN ? own : (int)((u64)it.hv * p.group_factor >> p.group_shift);  // hv / (HV / H)
+  decode_head(p, it, h, part, lane, start);
+  if (PLAIN) return;
   const long long row_bytes = (long long)p.HV * V * type_size(x_type(p));
   clear_tail(p, row_bytes, {block * THREADS + thread_index(), (u32)grid_blocks() * THREADS});
 }

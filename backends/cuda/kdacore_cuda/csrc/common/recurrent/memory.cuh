@@ -73,23 +73,28 @@ __device__ __forceinline__ void store_elements(u64 base, long long index, int ty
   }
 }
 
+// States are float32, unless one of these says bfloat16 or float16; not every kernel is compiled for the latter.
+#ifndef STATE_F16
+#define STATE_F16 0
+#endif
+constexpr bool HALF_STATE = STATE_BF16 || STATE_F16;
 // A 16-byte piece of state: VECTOR elements.
-constexpr int VECTOR = STATE_BF16 ? 8 : 4;
-constexpr int STATE_BYTES = STATE_BF16 ? 2 : 4;
+constexpr int VECTOR = HALF_STATE ? 8 : 4;
+constexpr int STATE_BYTES = HALF_STATE ? 2 : 4;
 
 // The same for rows that need not start on 16 bytes.
 __device__ __forceinline__ uint4 load_state_elements(u64 a) {
   u32 w[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    w[i] = STATE_BF16 ? load_global2(a + 4 * i) | load_global2(a + 4 * i + 2) << 16 : load_global4(a + 4 * i);
+    w[i] = HALF_STATE ? load_global2(a + 4 * i) | load_global2(a + 4 * i + 2) << 16 : load_global4(a + 4 * i);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 __device__ __forceinline__ void store_state_elements(u64 a, const uint4& x) {
   const u32 w[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
-    if constexpr (STATE_BF16) {
+    if constexpr (HALF_STATE) {
       reinterpret_cast<u16*>(a)[i] = (u16)(w[i / 2] >> 16 * (i & 1));
     } else {
       reinterpret_cast<u32*>(a)[i] = w[i % 4];
@@ -101,13 +106,21 @@ __device__ __forceinline__ void unpack_state(float (&y)[VECTOR], const uint4& x)
   const u32 w[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
-    y[i] = !STATE_BF16 ? __uint_as_float(w[i % 4]) : i & 1 ? bf16_high(w[i / 2]) : bf16_low(w[i / 2]);
+    if constexpr (STATE_F16) {
+      y[i] = half_to_float((u16)(w[i / 2] >> 16 * (i & 1)));
+    } else {
+      y[i] = !STATE_BF16 ? __uint_as_float(w[i % 4]) : i & 1 ? bf16_high(w[i / 2]) : bf16_low(w[i / 2]);
+    }
   }
 }
 __device__ __forceinline__ uint4 pack_state(const float (&x)[VECTOR]) {
   if constexpr (STATE_BF16) {
     return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[VECTOR - 4], x[VECTOR - 3]),
                       pack_bf16(x[VECTOR - 2], x[VECTOR - 1]));
+  }
+  if constexpr (STATE_F16) {
+    return make_uint4(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]), pack_f16(x[VECTOR - 4], x[VECTOR - 3]),
+                      pack_f16(x[VECTOR - 2], x[VECTOR - 1]));
   }
   return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
                     __float_as_uint(x[3]));

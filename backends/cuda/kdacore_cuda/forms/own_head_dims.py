@@ -1,8 +1,8 @@
 """Which calls of ``chunk_kda`` with head dims other than 128 kernels serve without copies: csrc/sm90/head_dims.cuh.
 
-These are calls on Hopper of the fused form, of saving_forward, and of the backward whose scan walks whole sequences, from
-torch. Segments, two launches side by side, and JAX's programs have kernels for K = V = 128 alone, which serve others on
-filled-up copies (:mod:`kdacore_cuda.fitted_head_dims`).
+These are calls from torch, on Hopper, of the fused form, of saving_forward, and of the backward whose scan walks whole
+sequences. Segments, two launches side by side, and JAX's programs have kernels for K = V = 128 alone, which serve
+others on filled-up copies (:mod:`kdacore_cuda.fitted_head_dims`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from kdacore_cuda.architectures import has_hopper_kernel
 from kdacore_cuda.fitted_head_dims import SECTOR, SIZE, is_fitted
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.runtime.device_figures import arch_of
-
 
 FORMS = frozenset({"fused", "saving_forward"})
 """Those with kernels for other head dims."""

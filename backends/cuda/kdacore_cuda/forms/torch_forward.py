@@ -62,9 +62,9 @@ class TorchOp:
         return self._forward_in_readable_layout(request, inputs)
 
     def make_fast_call(self, request: Request, inputs: Any) -> FastCall | None:
-        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied, as where
-        no kernel has the head dims. It returns None, having launched nothing, where arrays lie off 16 bytes or another
-        device is current."""
+        """:meth:`forward` for calls whose arrays have the layout of ``inputs``; None where one would be copied, as
+        where no kernel has the head dims. It returns None, having launched nothing, where arrays lie off 16 bytes or
+        another device is current."""
         if is_fitted(request) and not self.in_place(request):
             return None
         given, layout = readable(self, request, inputs)

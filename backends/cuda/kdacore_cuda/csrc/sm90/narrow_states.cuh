@@ -17,17 +17,20 @@ __device__ __forceinline__ void each_real_element(S& s, const StateDims& dims, i
                                                   G g) {
   const bool v_first = flags & FLAG_V_FIRST;
   const int k_step = opaque(v_first ? 1 : dims.pitch), v_step = opaque(v_first ? dims.channels : 1);
-  const int first = channel * k_step + row * v_step;
+  int at = channel * k_step + row * v_step, left = dims.channels - channel;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int k = 8 * j + (e & 1), v = 8 * (e >> 1);
-      if (channel + k < dims.channels && row + v < dims.values)
-        f(s[j][e], first + k * k_step + v * v_step);
+      const int k = e & 1, v = 8 * (e >> 1);
+      if (k < left && row + v < dims.values)
+        f(s[j][e], at + k * k_step + v * v_step);
       else
         g(s[j][e]);
     }
+    // Of one tile after the other, so that offsets of all tiles do not need registers at once.
+    at = opaque(at + 8 * k_step);
+    left = opaque(left - 8);
   }
 }
 // From a matrix at `base`; zero beyond its channels and values.

@@ -78,7 +78,11 @@ def prepare_kernel(
     else those of the backward, one array each. For bounded gates
     :func:`kdacore_cuda.forms.segments.kernels.segments_prepare_kernel` is faster.
     """
-    more = {"FOR_SEGMENTS": for_segments or None, "LEAVING_ONLY": leaving_only or None, "NARROW": narrow or None}
+    more = {
+        "FOR_SEGMENTS": for_segments or None,
+        "LEAVING_ONLY": leaving_only or None,
+        "NARROW": narrow or None,
+    }
     return make_kernel(f"{_SOURCES}/prepare", CHUNK_BACKWARD, G_FLOAT=float_gate, BOUNDED=bounded, **more)
 
 

@@ -98,7 +98,9 @@ def launches_of(
     narrow = is_narrow(r)
     one = _first_program(numbers, *gates, saved, scan, narrow)
     in_segments = isinstance(scan, Walks)
-    two = _second_program(numbers, *gates, grouped, wanted, saved, in_segments, sums_to_caller, packed, narrow)
+    two = _second_program(
+        numbers, *gates, grouped, wanted, saved, in_segments, sums_to_caller, packed, narrow
+    )
     return BackwardLaunches(
         Launches(one, numbers, arch, {"both": both.bytes, "first": first.bytes}),
         Launches(two, numbers, arch, {"second": second.bytes, "zeroed": zeroed.bytes}),
@@ -180,8 +182,12 @@ def _first_program(
     more = SEGMENTS_WORKSPACE if walks and walks.maps else ()
     fields: dict[str, Value] = {name: _place(name, saved) for name in (*WORKSPACE, *more)}
     fields["h0"] = "initial_state"
-    made = {} if saved == "operands" else {"prepare": kernels.prepare_kernel(float_gate, bounded, narrow=narrow)}
-    made |= {"scan": kernels.scan_kernel(scan, narrow=narrow)} if isinstance(scan, int) else dict(scan.kernels())
+    made = (
+        {} if saved == "operands" else {"prepare": kernels.prepare_kernel(float_gate, bounded, narrow=narrow)}
+    )
+    made |= (
+        {"scan": kernels.scan_kernel(scan, narrow=narrow)} if isinstance(scan, int) else dict(scan.kernels())
+    )
     steps = [Launch(name, kernel, f"{name}_blocks", fields) for name, kernel in made.items()]
     return Program(steps, FIRST_ARRAYS, tuple(numbers))
 

@@ -21,7 +21,8 @@ def chunk_forward_kernel(
     helped: bool = False,
     narrow: bool = False,
 ) -> Kernel:
-    """The chunk forward kernel. ``bounded``, ``float_gate``, ``narrow``: as of :mod:`kdacore_cuda.forms.backward.kernels`.
+    """The chunk forward kernel. ``bounded``, ``float_gate`` and ``narrow`` are as of
+    :mod:`kdacore_cuda.forms.backward.kernels`.
 
     Args:
         K: head dim, K = V.
@@ -33,7 +34,9 @@ def chunk_forward_kernel(
     common = {"K_DIM": K, "V_DIM": K, "CLUSTER": cluster, "BOUNDED": bounded, "G_FLOAT": float_gate}
     if has_hopper_kernel(K, arch):
         own = _hopper_flags(cluster, many_short, helped)
-        return make_kernel("sm90/chunk_forward/chunk_forward", CHUNK_FORWARD, **common, **own, NARROW=narrow or None)
+        return make_kernel(
+            "sm90/chunk_forward/chunk_forward", CHUNK_FORWARD, **common, **own, NARROW=narrow or None
+        )
     portable = _portable_flags(K, cluster, bounded, arch)
     return make_kernel("common/chunk_forward/chunk_forward", CHUNK_FORWARD, **common, **portable)
 

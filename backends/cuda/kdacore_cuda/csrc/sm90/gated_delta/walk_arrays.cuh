@@ -5,6 +5,27 @@
 #include "sm90/chunk_forward/segments/output_rows.cuh"
 #include "sm90/gated_delta/walk_block.cuh"
 
+// Of a narrow state: calls f(element, its offset) for this lane's elements that the caller's state has, and g(element)
+// for the others.
+template <class F, class G>
+__device__ __forceinline__ void each_real_element(State& state, const GatedDeltaParams& p, int row, int channel,
+                                                  F f, G g) {
+  const bool v_first = p.flags & FLAG_V_FIRST;
+  const int k_step = opaque(v_first ? 1 : p.V), v_step = opaque(v_first ? p.K : 1);
+  const int first = channel * k_step + row * v_step;
+#pragma unroll
+  for (int j = 0; j < 2 * K_TILES; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = 8 * j + (e & 1), v = 8 * (e >> 1);
+      if (channel + k < p.K && row + v < p.V)
+        f(state.s[j][e], first + k * k_step + v * v_step);
+      else
+        g(state.s[j][e]);
+    }
+  }
+}
+
 // From a state of the caller's size at `base`; zero without one, and beyond its channels and values.
 __device__ __forceinline__ void read_own_state(State& state, const GatedDeltaParams& p, int row, int t,
                                                u64 base) {
@@ -12,7 +33,18 @@ __device__ __forceinline__ void read_own_state(State& state, const GatedDeltaPar
     read_state(state, row, t, base, p.flags);
     if constexpr (HALF_F16) make_opaque(state);
   } else {
-    read_narrow_state(state, {p.K, p.V, p.V}, row, t, base, p.flags);
+    const auto clear = [](float& x) { x = 0.0f; };
+    if (!base)
+      state = {};
+    else if (p.flags & FLAG_STATE_BF16)
+      each_real_element(
+          state, p, row, 2 * t,
+          [&](float& x, int at) { x = bf16_low(reinterpret_cast<const u16*>(base)[at]); }, clear);
+    else
+      each_real_element(
+          state, p, row, 2 * t,
+          [&](float& x, int at) { x = reinterpret_cast<const float*>(base)[at]; }, clear);
+    make_opaque(state);
   }
 }
 __device__ __forceinline__ void write_own_state(State& state, const GatedDeltaParams& p, int row, int t,
@@ -20,7 +52,15 @@ __device__ __forceinline__ void write_own_state(State& state, const GatedDeltaPa
   if constexpr (!NARROW) {
     write_state(state, row, t, base, p.flags);
   } else {
-    write_narrow_state(state, {p.K, p.V, p.V}, row, t, base, p.flags);
+    const auto leave = [](float&) {};
+    if (p.flags & FLAG_STATE_BF16)
+      each_real_element(
+          state, p, row, 2 * t,
+          [&](float& x, int at) { reinterpret_cast<u16*>(base)[at] = (u16)pack_bf16(x, 0.0f); }, leave);
+    else
+      each_real_element(
+          state, p, row, 2 * t, [&](float& x, int at) { reinterpret_cast<float*>(base)[at] = x; },
+          leave);
   }
 }
 

@@ -19,7 +19,6 @@ from gated_delta_calls import (
     all_same_bits,
     check,
     check_servers,
-    choose_records,
     draw,
     in_each_order,
     pack,
@@ -28,13 +27,11 @@ from gated_delta_calls import (
 )
 from pool_checks import pool_of, same_bits
 
-from kdacore.types import ChunkInputs
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE, gather_headers
 from kdacore_cuda.forms.gated_delta import launches
 from kdacore_cuda.forms.gated_delta.kernels import walk_kernel
 from kdacore_cuda.kernel_parameters import GATED_DELTA
-from kdacore_cuda.runtime import torch_launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -245,25 +242,6 @@ def test_products_overlap(warpgroups: int) -> None:
     log = compile_kernel(walk_kernel(warpgroups).source, "sm_90a").log
     assert "serialized" not in log
     assert "setmaxnreg ignored" not in log
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        draw(64 * 5 + 3, 2, 4, B=2),
-        draw(130, 1, 6),
-        pack((130, 70, 64, 0, 1, 200), padding=100, H=2),
-        pack((0, 0), padding=9),
-    ],
-    ids=["dense", "six value heads a key head", "pack", "empty"],
-)
-def test_blocks_that_make_several_units(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs
-) -> None:
-    """A unit's inputs come while the one before is in the making, also past slots without tokens."""
-    monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 2)
-    choose_records(monkeypatch, "before")
-    check(inputs, **MODEL)
 
 
 _PLACES = """

@@ -39,13 +39,12 @@ def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, 
 
 
 def records_kernel(of: Variant = WIDE) -> Kernel:
-    """The record of every chunk and value head: blocks that make one chunk of a key head after another."""
+    """The record of every chunk and value head: a block for each chunk and key head."""
     return _kernel("chunk_records", GATED_DELTA, of)
 
 
 RECORD_PLACES = 2
-"""Units, chunks of a key head, that a multiprocessor makes at once: two blocks of :func:`records_kernel`, or one of
-:func:`records_beside_kernel`."""
+"""Units, chunks of a key head, that a block of :func:`records_beside_kernel` makes at once."""
 
 
 def records_beside_kernel(of: Variant = WIDE) -> Kernel:

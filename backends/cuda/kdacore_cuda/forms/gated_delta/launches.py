@@ -13,7 +13,6 @@ from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
-    RECORD_PLACES,
     records_beside_kernel,
     records_blocks_beside,
     records_kernel,
@@ -97,7 +96,7 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
         "V": r.V,
         "g_type": type_code(r, "g"),
         "units": slots * r.H,
-        "record_blocks": min(slots * r.H, RECORD_PLACES * multiprocessors_of(r)),
+        "record_blocks": slots * r.H,
     }
     if for_backward:
         numbers["flags"] |= FLAGS["NONZERO_BETA"]

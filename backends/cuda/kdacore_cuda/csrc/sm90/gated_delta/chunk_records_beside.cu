@@ -33,24 +33,15 @@ KDA_KERNEL(THREADS, 1) chunk_records_beside(KDA_PARAM GatedDeltaBesideParams p) 
   PlaceThreads<PLACES, decltype(unit)> threads = {p, thread_index() % UNIT_THREADS, place, unit};
   const u32 shared = shared_address(memory) + place * PLACE_PITCH;
   clear_images(shared, threads.thread);
-  int position = block_index() + place * grid_blocks();
-  OrderedUnit next = {};
-  UnitInputs inputs;
-  // From `position` on, with rows.
-  const auto load_next = [&] {
-    do {
-      next = find_ordered_unit(p, table, p.N, position);
-      position += PLACES * grid_blocks();
-    } while (!next.past && !next.unit.rows);
-    if (!next.past) load_unit(inputs, p, next.unit, threads.thread);
-  };
-  load_next();
 #pragma unroll 1
-  while (!next.past) {
-    u = next.unit;
-    store_tiles(inputs, shared, threads.thread);
+  for (int position = block_index() + place * grid_blocks();; position += PLACES * grid_blocks()) {
+    const OrderedUnit x = find_ordered_unit(p, table, p.N, position);
+    if (x.past) break;
+    u = x.unit;
+    if (!u.rows) continue;
+    const TokenInputs inputs = fetch_unit(p, u, shared, threads.thread);
     threads.end_record_before();
-    make_records(p, inputs.tokens, shared, threads, load_next);
+    make_records(p, inputs, shared, threads);
     threads.sync();  // tiles come where pairs and factors were
   }
   threads.end_record_before();

@@ -20,10 +20,6 @@ __device__ __forceinline__ KeyUnit make_key_unit(const GatedDeltaParams& p, cons
   u.rows = left <= 0 ? 0 : left < C ? left : C;
   return u;
 }
-// Slots of chunks times key heads.
-__device__ __forceinline__ int count_units(const GatedDeltaParams& p) {
-  return p.H * (p.cu_seqlens ? (int)(p.T / C) + p.N : p.N * p.NT);
-}
 __device__ __forceinline__ KeyUnit find_key_unit(const GatedDeltaParams& p, int index) {
   const int slot = divide(index, p.h_factor, p.h_shift);
   const int n = p.cu_seqlens ? sequence_of_slot(p, slot, 0, p.N)

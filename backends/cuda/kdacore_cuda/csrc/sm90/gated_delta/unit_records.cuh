@@ -67,26 +67,19 @@ __device__ __forceinline__ u64 query_tile(const GatedDeltaParams& p, const KeyUn
   return p.q + 2 * (u.batch * p.q_sb + u.first * p.q_st + u.h * p.q_sh);
 }
 
-// A thread's 16 bytes of every ROWS_AT_ONCE-th row of a tile, on their way to shared memory.
-constexpr int ROW_PIECES = K / PIECE, ROWS_AT_ONCE = UNIT_THREADS / ROW_PIECES;
-using TilePieces = uint4[C / ROWS_AT_ONCE];
-// Of 64 rows of `channels` numbers; zeros past the end, and up to K.
-__device__ __forceinline__ void load_pieces(TilePieces& x, u64 base, long long row_bytes, int rows, int thread,
-                                            int channels) {
-  const int piece = thread & (ROW_PIECES - 1), first = (u32)thread / ROW_PIECES;
+// 64 rows of `channels` numbers; zeros past the end, and up to K.
+__device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes, int rows, int thread,
+                                           int channels = K) {
+  constexpr int PIECES = K / PIECE, AT_ONCE = UNIT_THREADS / PIECES;
+  const int piece = thread & (PIECES - 1), first = (u32)thread / PIECES;
   if (!has_piece(PIECE * piece, channels)) rows = 0;
 #pragma unroll
-  for (int n = 0; n < C / ROWS_AT_ONCE; ++n) {
-    const int row = first + ROWS_AT_ONCE * n;
-    x[n] = row < rows ? load_global16(base + row * row_bytes + 16 * piece) : make_uint4(0, 0, 0, 0);
+  for (int n = 0; n < C / AT_ONCE; ++n) {
+    const int row = first + AT_ONCE * n;
+    const u64 from = base + (row < rows ? row : 0) * row_bytes + 16 * piece;
+    copy_async16(to + (piece >> 3) * SQUARE_BYTES + swizzled(row, piece & 7),
+                 reinterpret_cast<const void*>(from), row < rows);
   }
-}
-__device__ __forceinline__ void store_pieces(u32 tile, const TilePieces& x, int thread) {
-  const int piece = thread & (ROW_PIECES - 1), first = (u32)thread / ROW_PIECES;
-#pragma unroll
-  for (int n = 0; n < C / ROWS_AT_ONCE; ++n)
-    store_shared(tile + (piece >> 3) * SQUARE_BYTES + swizzled(first + ROWS_AT_ONCE * n, piece & 7), x[n].x,
-                 x[n].y, x[n].z, x[n].w);
 }
 
 // Products of 16 rows of `left` with the keys of blocks 0 .. row_block, and the sums of squares of two of those rows, in
@@ -309,24 +302,20 @@ __device__ __forceinline__ HeadRange value_heads(const GatedDeltaParams& p, cons
   return {u.h * group, (u.h + 1) * group};
 }
 
-// What is read of a unit while the one before is in the making: its tiles, and the inputs of its first value heads.
-struct UnitInputs {
-  TilePieces k, q;
-  TokenInputs tokens;
-};
-__device__ __forceinline__ void load_unit(UnitInputs& x, const GatedDeltaParams& p, const KeyUnit& u, int thread) {
-  load_pieces(x.k, key_tile(p, u), 2 * p.k_st, u.rows, thread, channels_of(p));
-  load_pieces(x.q, query_tile(p, u), 2 * p.q_st, u.rows, thread, channels_of(p));
+// Requests a unit's tiles and loads the inputs of its first value heads.
+__device__ __forceinline__ TokenInputs fetch_unit(const GatedDeltaParams& p, const KeyUnit& u, u32 shared,
+                                                  int thread) {
+  fetch_tile(shared + OFFSET(UnitMemory, k), key_tile(p, u), 2 * p.k_st, u.rows, thread, channels_of(p));
+  fetch_tile(shared + OFFSET(UnitMemory, q), query_tile(p, u), 2 * p.q_st, u.rows, thread, channels_of(p));
+  copy_async_commit();
   const HeadRange heads = value_heads(p, u);
   const int lane = thread & 31, warp = uniform(thread >> 5);
-  if (warp < HEADS && heads.first + warp < heads.beyond) x.tokens = load_inputs(p, u, heads.first + warp, lane);
-}
-__device__ __forceinline__ void store_tiles(const UnitInputs& x, u32 shared, int thread) {
-  store_pieces(shared + OFFSET(UnitMemory, k), x.k, thread);
-  store_pieces(shared + OFFSET(UnitMemory, q), x.q, thread);
+  TokenInputs inputs;
+  if (warp < HEADS && heads.first + warp < heads.beyond) inputs = load_inputs(p, u, heads.first + warp, lane);
+  return inputs;
 }
 
-// Products of the tokens, and their norms.
+// Products of the tokens, and their norms, once the tiles have come.
 template <class Threads>
 __device__ __forceinline__ void make_pairs(const GatedDeltaParams& p, u32 shared, Threads& threads, int warp,
                                            int lane) {
@@ -360,10 +349,10 @@ __device__ __forceinline__ void make_pairs(const GatedDeltaParams& p, u32 shared
   }
 }
 
-// `inputs`: of load_unit. `load_next()` is called once the tiles have been read.
-template <class Threads, class LoadNext>
+// `inputs`: of fetch_unit.
+template <class Threads>
 __device__ __forceinline__ void make_records(const GatedDeltaParams& p, TokenInputs inputs, u32 shared,
-                                             Threads& threads, LoadNext load_next) {
+                                             Threads& threads) {
   const int lane = threads.thread & 31, warp = uniform(threads.thread >> 5);
   const int team_index = warp / TEAM_WARPS;
   const u32 team = shared + OFFSET(UnitMemory, teams) + team_index * (u32)sizeof(TeamMemory);
@@ -376,9 +365,9 @@ __device__ __forceinline__ void make_records(const GatedDeltaParams& p, TokenInp
     TokenGates gates;
     if (makes_factors) gates = sum_gates(p, threads.unit(), inputs, lane);
     if (first == begin) {
+      copy_async_wait<0>();
       threads.sync();
       make_pairs(p, shared, threads, warp, lane);
-      load_next();
     } else {
       threads.sync();  // factors have been read
     }

@@ -153,7 +153,7 @@ def test_everything_at_once(emulated: list[str], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_records_beside_walks(emulated: list[str], monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-    """And within the blocks that walk: the bits of the launches one after the other."""
+    """The bits of the launches one after the other."""
     inputs = pack((130, 0, 40, 3), 70, H=2, HV=4, of=HALF) if packed else draw(200, 2, 4, of=HALF)
     found: list[Outputs] = []
     for way, kernels_of in WAYS.items():
@@ -161,7 +161,7 @@ def test_records_beside_walks(emulated: list[str], monkeypatch: pytest.MonkeyPat
         choose_records(monkeypatch, way)
         found.append(check(inputs, **MODEL))
         assert names_of(emulated) == kernels_of and all_of_float16(emulated)
-    assert all_same_bits(found[0], found[1]) and all_same_bits(found[0], found[2])
+    assert all_same_bits(*found)
 
 
 # --- the ends of float16 -------------------------------------------------------------------------------------------

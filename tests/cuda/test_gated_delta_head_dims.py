@@ -197,7 +197,7 @@ def test_batches_with_padding_and_a_given_output(emulated: list[str]) -> None:
 def test_records_beside_walks(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], packed: bool
 ) -> None:
-    """And within the blocks that walk: the bits of the launches one after the other."""
+    """The bits of the launches one after the other."""
     inputs = pack((130, 0, 40, 3), 70, H=2, HV=4, dims=dims) if packed else draw(200, 2, 4, dims=dims)
     found: list[Outputs] = []
     for way, kernels_of in WAYS.items():
@@ -205,7 +205,7 @@ def test_records_beside_walks(
         choose_records(monkeypatch, way)
         found.append(check(inputs, **MODEL))
         assert names_of(emulated) == kernels_of
-    assert all_same_bits(found[0], found[1]) and all_same_bits(found[0], found[2])
+    assert all_same_bits(*found)
 
 
 SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)

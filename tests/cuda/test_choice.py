@@ -14,7 +14,7 @@ import kdacore
 from kdacore.registry import REGISTRY
 from kdacore.types import Device, Request, TensorSpec
 from kdacore_cuda import choice, make_backend
-from kdacore_cuda.choice import Choice, Figures, RecurrentMode, choose
+from kdacore_cuda.choice import Choice, Figures, RecurrentMode, Split, choose
 from kdacore_cuda.forms import explain
 from kdacore_cuda.runtime import device_figures, torch_launch
 
@@ -55,6 +55,17 @@ def gated_delta(heads: int, **fields: Any) -> Request:
     return dataclasses.replace(call(heads, **fields), op="chunk_gated_delta_rule", scalar_gate=True)
 
 
+def decoding(heads: int, N: int = 1, group: int = 1, scalar: bool = False, **fields: Any) -> Request:
+    """A fused decode step of one token as models are served, of so many key heads with ``group`` value heads each."""
+    HV = heads * group
+    base = call(heads, 1, B=N, N=N, HV=HV, state_indices_ndim=1, scalar_gate=scalar)
+    given = {"conv_weight": TensorSpec((2 * heads * 128 + HV * 128, 4), "float32")}
+    given |= {name: TensorSpec((N, 1, HV), "bfloat16") for name in ("g", "beta")}
+    given |= {"state_indices": TensorSpec((N,), "int32")} | fields.pop("tensors", {})
+    op = "fused_decode_gated_delta_rule" if scalar else "fused_decode_kda"
+    return dataclasses.replace(base, op=op, tensors=tuple(given.items()), **fields)
+
+
 # --- the forms ----------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, tuple[Request, str]] = {
@@ -82,6 +93,19 @@ FORMS: dict[str, tuple[Request, str]] = {
     "decoding": (
         dataclasses.replace(call(8, 1, B=32, N=32, state_indices_ndim=1), op="fused_recurrent_kda"),
         "recurrent: the kernel for one token a sequence, 32 sequences of 8 heads",
+    ),
+    "the fused decode step": (
+        decoding(32),
+        "decode: the kernel for one token a sequence, 32 heads, 4 blocks a head on 132 multiprocessors",
+    ),
+    "the fused decode step, many heads": (
+        decoding(16, 32, 2, scalar=True),
+        "decode: the kernel for one token a sequence and a gate per head, 32 sequences of 32 heads, one block a head, "
+        "2 value heads in a cluster",
+    ),
+    "the fused decode step, other groups": (
+        decoding(16, 32, 3, scalar=True),
+        "decode: the kernel for every call, 32 sequences of 48 heads, one block a head, windows of q and k in a launch",
     ),
     "the gated delta rule": (
         gated_delta(8),
@@ -469,6 +493,59 @@ def test_another_gpu_than_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch_launch, "architecture", lambda index: "sm_90")
     here = explain.form(call(4, **BOUNDED))
     assert here.startswith("segments: 4 heads (up to 14 on 108 multiprocessors)") and ASSUMED not in here
+
+
+@pytest.mark.parametrize(("items", "slices"), [(1, 4), (33, 4), (34, 2), (66, 2), (67, 1), (8192, 1)])
+def test_blocks_of_a_head_of_the_fused_decode_step(items: int, slices: int) -> None:
+    """As many as find a multiprocessor each."""
+    assert chosen(decoding(items)).split == Split(slices, 1)
+    assert chosen(decoding(1, items)).split == Split(slices, 1)
+    half = chosen(decoding(items, state_dtype="bfloat16")).split
+    assert half == Split(min(slices, 2), 1)
+    assert chosen(decoding(items, batch_invariant=True)).split == Split(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "N", "split"),
+    [
+        (2, 1, Split(4, 2)),
+        (4, 1, Split(2, 4)),
+        (4, 64, Split(1, 4)),
+        (3, 1, Split(1, 1)),
+        (16, 1, Split(1, 1)),
+    ],
+)
+def test_value_heads_of_a_cluster_of_the_fused_decode_step(group: int, N: int, split: Split) -> None:
+    assert chosen(decoding(2, N, group, scalar=True)).split == split
+
+
+PLAIN = decoding(2)
+GENERAL_CALLS: dict[str, Request] = {
+    "tokens": dataclasses.replace(PLAIN, T=2),
+    "a pack": dataclasses.replace(PLAIN, packed=True),
+    "candidates": dataclasses.replace(PLAIN, state_indices_ndim=2),
+    "no slots": dataclasses.replace(PLAIN, state_indices_ndim=0),
+    "float16": dataclasses.replace(PLAIN, dtype="float16"),
+    "head dim": dataclasses.replace(PLAIN, K=64, V=64),
+    "float32 z": decoding(2, tensors={"z": TensorSpec((1, 1, 2, 128), "float32")}),
+    "float32 gate": decoding(2, tensors={"g": TensorSpec((1, 1, 2, 128), "float32")}),
+    "three taps": decoding(2, tensors={"conv_weight": TensorSpec((768, 3), "float32")}),
+    "rows of windows": decoding(2, tensors={"conv_indices": TensorSpec((1,), "int32")}),
+    "groups of one gate a channel": decoding(2, group=2),
+}
+
+
+@pytest.mark.parametrize("name", GENERAL_CALLS)
+def test_the_fused_decode_step_for_every_call(name: str) -> None:
+    assert chosen(PLAIN).mode == RecurrentMode.ONE_TOKEN
+    found = chosen(GENERAL_CALLS[name])
+    assert found.mode == RecurrentMode.GENERAL and found.split is not None and found.split.slices == 1
+
+
+def test_the_fused_decode_step_without_clusters() -> None:
+    for request in (decoding(2), decoding(2, group=2, scalar=True)):
+        found = chosen(dataclasses.replace(request, device=Device("cuda", 0, "sm_80")))
+        assert found.split == Split(1, 1)
 
 
 # --- launches follow ----------------------------------------------------------------------------------------------

@@ -46,8 +46,15 @@ def on_host(request: Request, inputs: Any) -> HostCall:
         # States are written to rows of their own, which nothing reads: what these hold does not matter.
         copies["write_pool"] = rows_of(written_pool(inputs), np.full(written.size, ZEROS))
     rows = StateRows(*(_own(field, x) for field, x in given._asdict().items()))
-    request = replace(request, write_pool_size=written.size if "write_pool" in copies else 0)
-    return HostCall(request, inputs._replace(**copies, **_without_indices(inputs)), rows, given)
+    return HostCall(
+        _without_pools(request), inputs._replace(**copies, **_without_indices(inputs)), rows, given
+    )
+
+
+def _without_pools(request: Request) -> Request:
+    """The request without what the rows stand for: pools of other sizes run the same program."""
+    request = replace(request, pool_size=0, state_indices_ndim=0, null_index=-1)
+    return replace(request, write_pool_size=0, write_indices_ndim=0)
 
 
 def _own(field: str, rows: Any) -> Any:

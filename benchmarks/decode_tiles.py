@@ -56,7 +56,7 @@ class Case(NamedTuple):
     @property
     def bytes(self) -> int:
         """Of the states of all sequences."""
-        return self.B * self.HV * self.K * self.K * self.state.itemsize
+        return self.B * self.HV * self.K * self.K * int(self.state.itemsize)
 
 
 CASES = {
@@ -183,7 +183,7 @@ def capture(case: Case, x: Arrays, count: int) -> Callable[[], None]:
     """Replays of a graph of ``count`` launches, each with rows of its own."""
     steps = []
     for i in range(count):
-        rows = {n: x[n] + i * case.B for n in ("state_indices", "record_indices") if n in x}
+        rows: Arrays = {n: x[n] + i * case.B for n in ("state_indices", "record_indices") if n in x}
         steps.append({**x, **rows})
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -160,7 +160,7 @@ def test_records_that_overlap_are_refused() -> None:
         assert caught.value.argument == name
 
 
-@pytest.mark.parametrize("backend", ["triton", "pallas"])
+@pytest.mark.parametrize("backend", ["pallas"])
 def test_backends_that_do_not_know_records_decline_them(backend: str) -> None:
     arrays = {name: x for name, x in verify().items() if name != "records"}
     found = kdacore.explain("fused_recurrent_kda", **arrays, records=records())

@@ -38,6 +38,7 @@ def test_one_token(op: str, v_first: bool, dtype: torch.dtype) -> None:
     check(op, x, state_v_first=v_first, **OPS[op])
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("HV", [3, 8])
 def test_value_heads_that_share_a_window(op: str, HV: int) -> None:
@@ -119,7 +120,7 @@ def test_nothing_is_written_unless_asked() -> None:
 # --- candidates --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("HV", [2, 6])
@@ -169,7 +170,7 @@ def test_more_tokens_change_no_earlier_bit(op: str) -> None:
         assert same_bits(run(request_of(op, short, **OPS[op]), short).o, whole[:, :T])
 
 
-def test_the_public_call_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_call_runs_here() -> None:
     x = {name: a for name, a in draw(KDA, 2)._asdict().items() if a is not None}
     with kdacore.record_selections() as ran:
         o, final = kdacore.fused_decode_kda(**x, **MODEL, inplace_state=True, backend="triton")

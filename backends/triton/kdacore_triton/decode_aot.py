@@ -37,7 +37,7 @@ def aot_cases(arch: str) -> list[AotCase]:
     ):
         run = partial(forward, *meta_call(arch, **sizes))
         cases += record(
-            f"decode {name}", run, slow=name != "KDA K128", max_spills=spills if arch in _COUNTED else 80
+            f"decode {name}", run, slow=name != "KDA K128", max_spills=spills if arch in _COUNTED else 96
         )
     cases += record("commit K128", partial(_commit, arch), slow=True)
     return cases

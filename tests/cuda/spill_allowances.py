@@ -134,7 +134,7 @@ ALLOWED = (
         "16 warps leave 128 registers, 104 of them accumulators and operands while pairs are summed",
     ),
     Allowance(
-        220,
+        240,
         "sm_90a",
         "sm90/chunk_backward/grads.cu",
         {"BOUNDED": 1, "NARROW": 1},

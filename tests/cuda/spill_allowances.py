@@ -116,8 +116,15 @@ ALLOWED = (
         128,
         "sm_90a",
         "sm90/chunk_backward/grads.cu",
-        {"BOUNDED": 1},
+        {"BOUNDED": 1, "NARROW": None},
         "16 warps leave 128 registers, 104 of them accumulators and operands while pairs are summed",
+    ),
+    Allowance(
+        240,
+        "sm_90a",
+        "sm90/chunk_backward/grads.cu",
+        {"BOUNDED": 1, "NARROW": 1},
+        "the same, beside sums that go on from one block of values to the next",
     ),
     Allowance(
         132,

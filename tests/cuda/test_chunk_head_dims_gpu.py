@@ -1,5 +1,5 @@
-"""``chunk_kda`` with head dims other than 128 on a GPU: kernels that read and write the caller's arrays as they lie, against
-the oracle, and in a graph."""
+"""``chunk_kda`` with head dims other than 128 on a GPU: kernels that read and write the caller's arrays as they lie.
+Against the oracle, and in a graph."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_the_call_that_is_made_instead(emulated: list[str]) -> None:
     made = fitted_request(r)
     assert (made.HV, made.K, made.V, made.scale) == (4, 128, 128, r.scale)
     assert made.spec("dt_bias").shape == (4, 128)
-    assert form(r).startswith("2 value heads of 128 for each, ")
+    assert form(r).startswith("2 value heads of 128 for each, on copies, ")
 
 
 def test_reasons() -> None:

@@ -9,6 +9,7 @@ from kdacore_cuda.fitted_head_dims import blocks_of, fitted_request, is_fitted
 from kdacore_cuda.forms.choice_on_device import figures_of
 from kdacore_cuda.forms.chunk_numbers import CHUNK
 from kdacore_cuda.forms.gated_delta import backward_segments, segments
+from kdacore_cuda.forms.own_head_dims import serves_forward
 from kdacore_cuda.forms.segments import segment_lengths
 from kdacore_cuda.runtime import device_figures
 
@@ -22,7 +23,9 @@ def form(request: Request) -> str:
     :attr:`kdacore.types.OpImpl.form`."""
     if is_fitted(request):
         blocks = blocks_of(request)
-        return f"{f'{blocks} value heads' if blocks > 1 else 'a head'} of 128 for each, {form(fitted_request(request))}"
+        made = f"{f'{blocks} value heads' if blocks > 1 else 'a head'} of 128 for each"
+        copies = "" if device_figures.is_here(request) and serves_forward(request) else ", on copies"
+        return f"{made}{copies}, {form(fitted_request(request))}"
     r, device, assumed = _planned(request)
     return _text(r, device, choose(r, device)) + assumed
 

@@ -89,6 +89,23 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
   sync_block();
 }
 
+// Asks L2 for them, while the first block is computed: they then arrive sooner.
+__device__ __forceinline__ void prefetch_block(const ChunkBackwardParams& p, u32 unit, int block, const Lane& l) {
+  const u64 place = value_place(p, unit_long(unit, OFFSET(SharedUnit, place)), block);
+  const bool second = l.thread >= THREADS / 2;
+  const int line = l.thread % (THREADS / 2), images = TILE_BYTES / 128;
+  prefetch_l2(reinterpret_cast<const void*>((second ? p.dh : p.h) + place * STATE_BYTES + 128 * line));
+  if (line < images) {
+    prefetch_l2(reinterpret_cast<const void*>((second ? p.dr : p.u) + place * TILE_BYTES + 128 * line));
+    return;
+  }
+  const int row = (line - images) >> 1, first = (line & 1) * 64;
+  if (row >= unit_int(unit, OFFSET(SharedUnit, rows)) || first >= values_of_block(p, block)) return;
+  const u64 d_o = p.d_o + 2 * values_of(p) * (unit_long(unit, OFFSET(SharedUnit, row)) + (u64)(u32)row * (u32)p.HV),
+            v = unit_long(unit, OFFSET(SharedUnit, v)) + (u64)(u32)row * (2 * (u32)p.v_st);
+  prefetch_l2(reinterpret_cast<const void*>((second ? v : d_o) + 2 * (V * block + first)));
+}
+
 // Products of dA and dL; while they run, dv and what v gives to dbeta. `fetched`: blocks of values before this one.
 __device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
                                                int fetched, u32 unit, u32 scalars, int block, const Lane& l) {
@@ -199,6 +216,10 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     const u32 last = shared + OFFSET(SharedMemory, last) + (n & 1) * LAST_BYTES;
 
     const int last_block = value_blocks(p) - 1;
+    if constexpr (NARROW) {
+#pragma unroll 1
+      for (int block = 1; block <= last_block; ++block) prefetch_block(p, unit, block, l);
+    }
 
     // 1. Gradients of the matrices of token pairs, and the products with the states h and dh.
     const GateLoads gate_loads = load_gate(p, unit_int(unit, OFFSET(SharedUnit, hv)), l);

@@ -133,12 +133,13 @@ def check_gradients(inputs: ChunkInputs, **options: Any) -> InputGrads:
 # --- the backward --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("T", [70, 1, 63, 64, 65, 130])
+# Drawn so that the gradient of A_log, one number a head, is not what is left of terms that cancel.
+@pytest.mark.parametrize(("T", "seed"), [(70, 90), (1, 21), (63, 83), (64, 84), (65, 1), (130, 150)])
 @pytest.mark.parametrize("model", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_lengths_of_gradients(
-    emulated: list[str], dims: tuple[int, int], model: dict[str, Any], T: int
+    emulated: list[str], dims: tuple[int, int], model: dict[str, Any], T: int, seed: int
 ) -> None:
-    check_gradients(among_nans(draw(T, dims, 2, 2, B=1 + T % 2, seed=T)), **model)
+    check_gradients(among_nans(draw(T, dims, 3, 3, B=1 + T % 2, seed=seed)), **model)
     assert names_of(emulated) == BACKWARD
 
 

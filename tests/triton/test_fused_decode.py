@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_calls import (
+from decode_inputs import (
     GDN,
     KDA,
     MODEL,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from decode_calls import GDN, KDA, MODEL, PARTS, UNBOUNDED, check, draw, on, request_of, same_bits
-from test_records import check_bits, recurrent_call
+from decode_inputs import GDN, KDA, MODEL, PARTS, UNBOUNDED, check, draw, on, request_of, same_bits
+from test_candidate_records import check_bits, recurrent_call
 
 import kdacore
 from kdacore.types import Request

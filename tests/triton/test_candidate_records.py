@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_calls import (
+from decode_inputs import (
     DEVICE,
     GDN,
     KDA,

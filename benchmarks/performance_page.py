@@ -29,6 +29,8 @@ TRAINING = "h200/h200-training"
 HEADS = "h200/h200-heads"
 CHOICE = "h100/h200-choice"
 DECODE, DECODE_GRAPH = "h200/h200-decode", "h200/h200-decode-graph"
+FUSED_DECODE = "h200/fused-decode"
+GATED_DELTA, GATED_DELTA_TRAINING = "h200/h200-gdn", "h200/h200-gdn-training"
 STAGES = "h200/h200-stages"
 HOST = "h200/h200-host"
 FIRST_CALL = "h200/h200-first-call"
@@ -97,6 +99,7 @@ class Case:
     def ours(self) -> tuple[str, float]:
         """Our faster backend and its time."""
         times = {name: self.time(contender).mean for name, contender in OURS.items()}
+        times["cuda"] = times["cuda"] or self.time("fused").mean
         timed = {name: seconds for name, seconds in times.items() if seconds is not None}
         best = min(timed, key=lambda name: timed[name])
         return best, timed[best]
@@ -185,6 +188,28 @@ def training_bytes(case: Case) -> int:
     return forward_bytes(case) + case.size("B") * case.size("T") * backward
 
 
+def gated_delta_bytes(case: Case) -> int:
+    """As :func:`forward_bytes`, with one gate a head."""
+    K, V, H, HV = (case.size(letter) for letter in ("K", "V", "H", "HV"))
+    return case.size("B") * case.size("T") * 2 * (2 * K * H + (2 * V + 2) * HV)
+
+
+def gated_delta_training_bytes(case: Case) -> int:
+    """As :func:`training_bytes`, with one gate a head."""
+    K, V, H, HV = (case.size(letter) for letter in ("K", "V", "H", "HV"))
+    backward = 2 * (4 * K * H + (3 * V + 4) * HV)
+    return gated_delta_bytes(case) + case.size("B") * case.size("T") * backward
+
+
+def fused_decode_bytes(case: Case) -> int:
+    """Of bfloat16 channels and a convolution of width 4: states and windows read and written; x, the gate, z and o."""
+    K, B, H = 128, case.size("B"), case.size("H")
+    HV = case.size("HV") if " HV" in case.shape else H
+    channels, state = (2 * H + HV) * K, 4 if "float32" in case.shape else 2
+    gate = HV if case.shape.startswith("gdn") else HV * K
+    return B * (2 * state * HV * K * K + 2 * (2 * 3 * channels + channels + gate + 2 * HV * K))
+
+
 def decode_bytes(case: Case) -> int:
     """A float32 state of each sequence and head read once and written once."""
     return 2 * 4 * case.size("B") * case.size("HV") * case.size("K") * case.size("V")
@@ -209,6 +234,14 @@ def compare(records: Records, cases: dict[str, Case], floors: dict[str, float], 
         lines.append(cells)
     headings = ["case", "floor", *OURS, *(records.heading(peer) for peer in shown)]
     return _table([*headings, "ours over floor", "best peer over ours"], lines)
+
+
+def fused_decode_table(cases: dict[str, Case], floors: dict[str, float]) -> str:
+    lines = []
+    for case in cases.values():
+        times = [case.time(name).text(1e-6) for name in ("fused", "chain", "recurrent")]
+        lines.append([case.shape, _number(floors[case.name] * 1e6), f"**{times[0]}**", *times[1:]])
+    return _table(["case", "floor", "fused", "chain", "recurrence alone"], lines)
 
 
 def training_table(records: Records, cases: dict[str, Case], floors: dict[str, float]) -> str:
@@ -381,6 +414,9 @@ HEADLINE = (
     ("training", "B1 T8192 H64 unbounded", "the same, unbounded gate"),
     ("decode", "decode B8 H32", "decode, 8 sequences, 32 heads"),
     ("decode", "decode B256 H32", "decode, 256 sequences, 32 heads"),
+    ("gated delta rule", "B1 T8192 H16 HV32", "gated delta rule, forward, 16 key and 32 value heads"),
+    ("gated delta rule, training", "B1 T8192 H16 HV32", "the same, forward + backward"),
+    ("fused decode", "kda-b32", "fused decode step (convolution, KDA, gated norm), 32 sequences, 32 heads"),
 )
 """Part, case, and what the README calls it."""
 IN_PICTURE = (0, 2, 4, 5, 7, 8, 10)
@@ -451,12 +487,16 @@ def files() -> dict[Path, str]:
         ("few heads", HEADS, "training", training_bytes),
         ("decode", DECODE, "decode", decode_bytes),
         ("decode in a graph", DECODE_GRAPH, "graph", decode_bytes),
+        ("fused decode", FUSED_DECODE, "graph", fused_decode_bytes),
+        ("gated delta rule", GATED_DELTA, "forward", gated_delta_bytes),
+        ("gated delta rule, training", GATED_DELTA_TRAINING, "training", gated_delta_training_bytes),
     ):
         cases = records.cases(part, name, phase)
         parts[part] = Part(cases, {case: count(of) / rate for case, of in cases.items()})
     forward, training = parts["forward"], parts["training"]
     decode, graph = parts["decode"], parts["decode in a graph"]
     prompts, heads = parts["prompts"], parts["few heads"]
+    gdn, gdn_training = parts["gated delta rule"], parts["gated delta rule, training"]
     blocks = {
         "rate": f"Memory rate: {rate / 1e12:.2f} TB/s (`benchmarks/results/{MEMORY_RATE}.json`).\n",
         "forward": compare(records, forward.cases, forward.floors, 1e-3),
@@ -466,6 +506,9 @@ def files() -> dict[Path, str]:
         "choice": choice_table(records),
         "decode": compare(records, decode.cases, decode.floors, 1e-6),
         "graph": compare(records, graph.cases, graph.floors, 1e-6),
+        "fused": fused_decode_table(parts["fused decode"].cases, parts["fused decode"].floors),
+        "gdn": compare(records, gdn.cases, gdn.floors, 1e-3),
+        "gdn-training": compare(records, gdn_training.cases, gdn_training.floors, 1e-3),
         "stages": stage_table(records, records.cases("stages", STAGES, "stage")),
         "host": host_table(
             records,

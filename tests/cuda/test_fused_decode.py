@@ -28,7 +28,7 @@ def launched_kernel(emulated: list[str], windows: bool = False) -> str:
     names = [name for name in dict.fromkeys(emulated) if not name.startswith("decode_windows-")]
     assert (len(emulated) > len([x for x in emulated if x in names])) == windows
     (name,) = names
-    assert name.startswith("decode-")
+    assert name.startswith(("decode-", "decode_head-"))
     return name
 
 
@@ -41,13 +41,13 @@ def on_device_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPLITS = {
-    "whole": Split(1, 1),
+    "whole": Split(1, 1, True),
     "quarters": Split(4, 1),
-    "two_heads": Split(1, 2),
+    "two_heads": Split(1, 2, True),
     "halves": Split(2, 1),
     "two_halves": Split(2, 2),
     "two_quarters": Split(4, 2),
-    "four_heads": Split(1, 4),
+    "four_heads": Split(1, 4, True),
     "four_halves": Split(2, 4),
 }
 

@@ -13,19 +13,26 @@ _WARP_CHANNELS = 16
 """Channels of K for each warp of a block: a thread owns one of q's or k's."""
 
 
+_HEAD_WARP_CHANNELS = 32
+"""The same where a state is in shared memory: a thread owns a channel of q, k and v each."""
+_HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
+"""State dtype -> blocks that a multiprocessor must have registers for there, as many as its shared memory takes."""
+
+
 @cache
 def decode_kernel(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Kernel:
     """The kernel for one head dim, K = V, state layout, state dtype, division among blocks, and
     mode: the calls that it serves."""
-    warps, columns = K // _WARP_CHANNELS, K // split.slices
+    warps, columns = K // (_HEAD_WARP_CHANNELS if split.in_shared else _WARP_CHANNELS), K // split.slices
     elements = 4 if state_dtype == "float32" else 8
+    blocks = _HEAD_BLOCKS[state_dtype] if split.in_shared else _MIN_BLOCKS[K, split.slices]
     return make_kernel(
-        *("common/decode/decode", DECODE),
+        *("common/decode/decode_head" if split.in_shared else "common/decode/decode", DECODE),
         K_DIM=K,
         WARPS=warps,
         ROWS=K * columns // (elements * 32 * warps),
         PARTS=1,
-        MIN_BLOCKS=_MIN_BLOCKS[K, split.slices],
+        MIN_BLOCKS=blocks,
         COLUMNS=columns,
         V_FIRST=v_first,
         STATE_BF16=state_dtype == "bfloat16",

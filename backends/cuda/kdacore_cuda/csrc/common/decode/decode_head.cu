@@ -1,0 +1,183 @@
+// The fused decode step of decode.cu for many heads: one token, a block a value head, its state in shared memory.
+//
+// A state in registers leaves room for two blocks on a multiprocessor, and while one of them computes, only the other
+// one's loads are on their way. In shared memory there is room for three (five of 16 bits), and registers hold but what
+// is being computed; one bulk copy, issued by one thread as soon as the pool's row is known, takes the place of the
+// loads of all threads. The state is read twice from shared memory: for the sums over K, and to be updated and stored.
+//
+// Grid: a cluster of CLUSTER blocks takes a sequence and key head, with all its value heads. They all read the windows of
+// q and k, which the first block writes after a barrier that says that all have read them. A thread owns a channel of q,
+// k and v each, and the gate of that channel; the first warp has the norm of the output.
+#include "common/decode/cluster_exchange.cuh"
+#include "common/decode/token_places.cuh"
+#include "sm90/bulk_copies.cuh"
+#if V_FIRST
+#include "common/decode/head_v_first.cuh"
+#else
+#include "common/decode/head_k_first.cuh"
+#endif
+
+__device__ __forceinline__ bool has_norm(const DecodeParams& p) { return p.norm_weight && thread_index() < 32; }
+__device__ __forceinline__ int norm_column() { return thread_index() % 32 * 4; }
+
+// A thread's inputs, not yet converted.
+struct HeadInputs {
+  Channel q, k, v;
+  Bits<1> g, beta;
+  RawGate<1> gate;
+  Bits<4> weight, z;  // of the norm
+};
+__device__ __forceinline__ void load_channel(const DecodeParams& p, Channel& c, int index, Offset x_at) {
+  c.index = index + thread_index();
+  c.x = load_elements<1>(p.x, x_at + c.index, x_type(p));
+  load_weights(p, c);
+}
+// What does not depend on the row of the pool.
+__device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const Item& it, int h, const TokenPlaces& at) {
+  HeadInputs in;
+  load_channel(p, in.q, h * K, at.x);
+  load_channel(p, in.k, (p.H + h) * K, at.x);
+  load_channel(p, in.v, 2 * p.H * K + it.hv * V, at.x);
+  in.g = load_elements<1>(p.g, at.g + (scalar_gate(p) ? it.zero : thread_index()), g_type(p));
+  in.beta = load_elements<1>(p.beta, at.beta + it.zero, beta_type(p));
+  in.gate = load_gate<1>(p, it, thread_index());
+  if (!has_norm(p)) return in;
+  in.weight = load_norm_weight(p, it.hv, norm_column());
+  if (p.z) in.z = load_z(p, at.z, norm_column());
+  return in;
+}
+
+// The convolved token to shared memory, with the sums over each warp's channels that norms need.
+__device__ __forceinline__ void stage_token(const DecodeParams& p, HeadInputs& in, u32 memory) {
+  const u32 own = memory + 4 * thread_index();
+  float decay[1] = {to_float(in.g, g_type(p))};
+  decays(p, decay, finish_gate(p, in.gate));
+  const float q = convolve(p, in.q), k = convolve(p, in.k), v = convolve(p, in.v);
+  store_shared(own + OFFSET(HeadMemory, decayed_q), __float_as_uint(q * decay[0]));
+  store_shared(own + OFFSET(HeadMemory, decayed_k), __float_as_uint(k * decay[0]));
+  store_shared(own + OFFSET(HeadMemory, k), __float_as_uint(k));
+  store_shared(own + OFFSET(HeadMemory, decay), __float_as_uint(decay[0]));
+  store_shared(own + OFFSET(HeadMemory, v), __float_as_uint(v));
+  const float qq = sum_lanes<32>(q * q), kk = sum_lanes<32>(k * k), qk = sum_lanes<32>(q * k);
+  if (thread_index() % 32 == 0)
+    store_shared(memory + OFFSET(HeadMemory, norms) + thread_index() / 2, __float_as_uint(qq), __float_as_uint(kk),
+                 __float_as_uint(qk), 0);
+}
+__device__ __forceinline__ float finish_beta(const DecodeParams& p, const Bits<1>& raw) {
+  float beta = to_float(raw, beta_type(p));
+  if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
+  if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
+  return beta;
+}
+
+// The state of this block's head from row `from`, counted by the barrier `come`; or zeros, each by the thread that reads
+// them.
+__device__ __forceinline__ void request_state(const DecodeParams& p, int from, int hv, u32 memory) {
+  const u32 come = memory + OFFSET(HeadMemory, come), bytes = K * V * STATE_BYTES;
+  if (thread_index() != 0) return;
+  barrier_expect(come, bytes);
+  copy_in(memory + OFFSET(HeadMemory, state),
+          reinterpret_cast<const void*>(p.h0 + STATE_BYTES * (from * p.h0_row) + (u64)hv * bytes), bytes, come);
+}
+__device__ __forceinline__ void clear_state(const LanePosition& lane, u32 memory) {
+#pragma unroll 1
+  for (int i = 0; i < ROWS; ++i)
+    store_shared(first_piece(lane, memory) + STATE_BYTES * piece_offset(i), 0, 0, 0, 0);
+}
+
+// Zeros for the output of a sequence without a slot, and for its final state where that is no row of a pool.
+__device__ __forceinline__ void leave_padding(const DecodeParams& p, const Item& it, const TokenPlaces& at,
+                                              const LanePosition& lane, u64 target) {
+  if (thread_index() < 32)
+    store_four(p.o, (long long)(at.o + norm_column()), x_type(p), make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  if (!p.ht || p.flags & FLAG_INDEXED_OUT) return;
+#pragma unroll 1
+  for (int i = 0; i < ROWS; ++i)
+    store_state_bits(target + STATE_BYTES * (it.n * p.ht_row + piece_offset(i)), zero_bits());
+}
+
+// A sequence and value head; `h`: the key head.
+__device__ __forceinline__ void decode_value_head(const DecodeParams& p, const Item& it, int h, u32 rank, u32 memory,
+                                                  const TokenPlaces& at, const LanePosition& lane, const Start& start) {
+  // 1. Issue all loads: windows and state follow as soon as the row is known.
+  HeadInputs in = load_inputs(p, it, h, at);
+  const bool indexed = p.flags & FLAG_INDEXED_OUT;
+  Number to_bits = {};
+  if (indexed) to_bits = load_row_written(p, it);
+  const u64 target = p.ht + STATE_BYTES * ((long long)it.hv * (K * V) + first_element(lane));
+  const int from = row_of(p, start);
+  if (!is_slot(p, from)) {
+    if (CLUSTER > 1) wait_cluster();
+    return leave_padding(p, it, at, lane, target);
+  }
+  const bool reads = start.has_initial;
+  if (reads) request_state(p, from, it.hv, memory);
+  const WindowPlace windows = window_place(p, {}, from, false, reads);
+  const Window before = state_window(p, windows.from);
+  load_window(p, before, in.q);
+  load_window(p, before, in.k);
+  load_window(p, before, in.v);
+  if (!reads) clear_state(lane, memory);
+
+  // 2. Gate, convolution and what the norm multiplies with, while the state is on its way.
+  float4 factors;
+  if (has_norm(p)) factors = norm_factors(p, in.weight, in.z);
+  stage_token(p, in, memory);
+  const float beta = finish_beta(p, in.beta);
+  if (CLUSTER > 1) wait_cluster();  // all blocks have begun
+  const bool writes = p.writes_conv;
+  const u32 read = memory + OFFSET(HeadMemory, read);
+  if (writes) {
+    leave_windows(p, it, windows, in.v, at.x, 1);
+    if (CLUSTER == 1) leave_windows(p, it, windows, in.q, at.x, 1), leave_windows(p, it, windows, in.k, at.x, 1);
+  }
+  sync_block();  // the token is staged, and this block's loads of the windows have come
+  if (CLUSTER > 1 && writes && thread_index() == 0) barrier_arrive_remote(cluster_address(read, 0));
+
+  // 3. The recurrence.
+  const HeadFactors f = head_factors(p, memory, beta);
+  if (reads) barrier_wait(memory + OFFSET(HeadMemory, come), 0);
+  const HeadUpdate update = multiply(lane, memory, f);
+  sync_block();
+  const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
+  if (p.ht && (!indexed || is_slot(p, to))) store_updated(lane, memory, f, update, target + STATE_BYTES * (to * p.ht_row));
+
+  // 4. The output, and the windows of q and k that other blocks read too.
+  if (thread_index() < 32) {
+    float4 o = output_of(memory, norm_column(), f);
+    if (p.norm_weight) o = normed(p, o, sum_of_squares<32>(o), factors);
+    store_four(p.o, (long long)(at.o + norm_column()), x_type(p), o);
+  }
+  if (CLUSTER > 1 && writes && rank == 0) {
+    barrier_wait(read, 0);
+    leave_windows(p, it, windows, in.q, at.x, 1);
+    leave_windows(p, it, windows, in.k, at.x, 1);
+  }
+}
+
+__device__ __forceinline__ void begin_block(u32 memory) {
+  if (thread_index() == 0) {
+    barrier_init(memory + OFFSET(HeadMemory, come), 1);
+    if (CLUSTER > 1) barrier_init(memory + OFFSET(HeadMemory, read), CLUSTER);
+    fence_barrier_init();
+  }
+  if constexpr (CLUSTER > 1) arrive_cluster_begun();
+}
+
+KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode_head(KDA_PARAM DecodeParams p) {
+  KDA_SHARED(memory);
+  const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER, shared = shared_address(memory);
+  begin_block(shared);
+  Item it;
+  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
+  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
+  const int h = task - it.n * (int)p.tasks;
+  it.hv = h * CLUSTER + rank;
+  const TokenPlaces at = locate_tokens(p, it);
+  const LanePosition lane = make_position(0, 0);
+  if (p.fills_device) launch_dependents();
+  wait_for_inputs();
+  if (!p.fills_device) launch_dependents();
+  const Start start = start_of(p, it);
+  decode_value_head(p, it, h, rank, shared, at, lane, start);
+}

@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[Request, str]] = {
     "the fused decode step, many heads": (
         decoding(16, 32, 2, scalar=True),
         "decode: the kernel for one token a sequence and a gate per head, 32 sequences of 32 heads, one block a head, "
-        "2 value heads in a cluster",
+        "states in shared memory, 2 value heads in a cluster",
     ),
     "the fused decode step, other groups": (
         decoding(16, 32, 3, scalar=True),

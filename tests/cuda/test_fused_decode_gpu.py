@@ -159,7 +159,9 @@ def test_every_division_repeats_its_bits(heads: int, v_first: bool, monkeypatch:
     for slices in (1, 2, 4):
         if slices * heads > 8:
             continue
-        monkeypatch.setattr(choice, "decode_split", lambda *a, slices=slices: Split(slices, heads, slices == 1))
+        monkeypatch.setattr(
+            choice, "decode_split", lambda *a, slices=slices: Split(slices, heads, slices == 1)
+        )
         inputs = decode_inputs(GDN, B=3, H=4, HV=4 * heads, slots=5)
         check_on_gpu(inputs, GDN, state_v_first=v_first, **IN_PLACE)
         given = on_gpu(inputs)

@@ -266,7 +266,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
     stage_inputs(p, in, gate, part.memory, 0, false);
     stage_norm(p, it, at, part, norm_inputs);
   }
-  if (CLUSTER > 1) wait_cluster();  // all blocks have begun
+  if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   // A window that only this block reads is written as soon as one token has moved it on.
   const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && thread == 0;
   const u32 read = part.memory + OFFSET(DecodeMemory, read);
@@ -339,19 +339,20 @@ __device__ __forceinline__ void begin_cluster(u32 memory) {
 KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodeParams p) {
   KDA_SHARED(memory);
   const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
-  if (p.fills_device) launch_dependents();
-  wait_for_inputs();
-  if (!p.fills_device) launch_dependents();
+  const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
+  if constexpr (CLUSTER > 1) begin_cluster(part.memory);
   Item it;
   it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
   it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  const Start start = start_of(p, it);
-  const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
-  if constexpr (CLUSTER > 1) begin_cluster(part.memory);
   const LanePosition lane = make_position(part.slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
   const int own = task - it.n * (int)p.tasks;
   it.hv = own * HEADS_AT_ONCE + rank / SLICES;
   const int h = PLAIN ? own : (int)((u64)it.hv * p.group_factor >> p.group_shift);  // hv / (HV / H)
+  if (p.fills_device) launch_dependents();
+  if constexpr (SLICES > 1) wait_cluster();  // with few heads the previous launch has not ended yet
+  wait_for_inputs();
+  if (!p.fills_device) launch_dependents();
+  const Start start = start_of(p, it);
   decode_head(p, it, h, part, lane, start);
   if (PLAIN) return;
   const long long row_bytes = (long long)p.HV * V * type_size(x_type(p));

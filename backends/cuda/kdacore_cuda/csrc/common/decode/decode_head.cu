@@ -2,7 +2,7 @@
 //
 // A state in registers leaves room for two blocks on a multiprocessor, and while one of them computes, only the other
 // one's loads are on their way. In shared memory there is room for three (five of 16 bits), and registers hold but what
-// is being computed; one bulk copy, issued by one thread as soon as the pool's row is known, takes the place of the
+// is being computed; one bulk copy a warp, issued as soon as the pool's row is known, takes the place of the
 // loads of all threads. The state is read twice from shared memory: for the sums over K, and to be updated and stored.
 //
 // Grid: a cluster of CLUSTER blocks takes a sequence and key head, with all its value heads. They all read the windows of
@@ -70,15 +70,19 @@ __device__ __forceinline__ float finish_beta(const DecodeParams& p, const Bits<1
   return beta;
 }
 
-// The state of this block's head from row `from`, counted by the barrier `come`; or zeros, each by the thread that reads
-// them.
-__device__ __forceinline__ void request_state(const DecodeParams& p, int from, int hv, u32 memory) {
-  const u32 come = memory + OFFSET(HeadMemory, come), bytes = K * V * STATE_BYTES;
-  if (thread_index() != 0) return;
-  barrier_expect(come, bytes);
-  copy_in(memory + OFFSET(HeadMemory, state),
-          reinterpret_cast<const void*>(p.h0 + STATE_BYTES * (from * p.h0_row) + (u64)hv * bytes), bytes, come);
+__device__ __forceinline__ u32 come_barrier(u32 memory) {
+  return memory + OFFSET(HeadMemory, come) + 8 * (thread_index() / 32);
 }
+// This warp's part of the head's state in row `from`, counted by its barrier.
+__device__ __forceinline__ void request_part(const DecodeParams& p, int from, int hv, u32 memory) {
+  if (thread_index() % 32 != 0) return;
+  const u32 part = thread_index() / 32 * PART_BYTES;
+  const u64 source = p.h0 + STATE_BYTES * (from * p.h0_row) + (u64)hv * (K * V * STATE_BYTES) + part;
+  barrier_expect(come_barrier(memory), PART_BYTES);
+  copy_in(memory + OFFSET(HeadMemory, state) + part, reinterpret_cast<const void*>(source), PART_BYTES,
+          come_barrier(memory));
+}
+// Zeros instead of it, each by the thread that reads them.
 __device__ __forceinline__ void clear_state(const LanePosition& lane, u32 memory) {
 #pragma unroll 1
   for (int i = 0; i < ROWS; ++i)
@@ -111,9 +115,10 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
     return leave_padding(p, it, at, lane, target);
   }
   const bool reads = start.has_initial;
-  if (reads) request_state(p, from, it.hv, memory);
-  const WindowPlace windows = window_place(p, {}, from, false, reads);
-  const Window before = state_window(p, windows.from);
+  if (reads) request_part(p, from, it.hv, memory);
+  const Window window = state_window(p, from);
+  Window before = window;
+  if (!reads) before.base = 0;
   load_window(p, before, in.q);
   load_window(p, before, in.k);
   load_window(p, before, in.v);
@@ -128,15 +133,15 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
   const bool writes = p.writes_conv;
   const u32 read = memory + OFFSET(HeadMemory, read);
   if (writes) {
-    leave_windows(p, it, windows, in.v, at.x, 1);
-    if (CLUSTER == 1) leave_windows(p, it, windows, in.q, at.x, 1), leave_windows(p, it, windows, in.k, at.x, 1);
+    store_window(p, window, in.v);
+    if (CLUSTER == 1) store_window(p, window, in.q), store_window(p, window, in.k);
   }
   sync_block();  // the token is staged, and this block's loads of the windows have come
   if (CLUSTER > 1 && writes && thread_index() == 0) barrier_arrive_remote(cluster_address(read, 0));
 
   // 3. The recurrence.
   const HeadFactors f = head_factors(p, memory, beta);
-  if (reads) barrier_wait(memory + OFFSET(HeadMemory, come), 0);
+  if (reads) barrier_wait(come_barrier(memory), 0);
   const HeadUpdate update = multiply(lane, memory, f);
   sync_block();
   const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
@@ -150,15 +155,15 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
   }
   if (CLUSTER > 1 && writes && rank == 0) {
     barrier_wait(read, 0);
-    leave_windows(p, it, windows, in.q, at.x, 1);
-    leave_windows(p, it, windows, in.k, at.x, 1);
+    store_window(p, window, in.q);
+    store_window(p, window, in.k);
   }
 }
 
 __device__ __forceinline__ void begin_block(u32 memory) {
-  if (thread_index() == 0) {
-    barrier_init(memory + OFFSET(HeadMemory, come), 1);
-    if (CLUSTER > 1) barrier_init(memory + OFFSET(HeadMemory, read), CLUSTER);
+  if (thread_index() % 32 == 0) {
+    barrier_init(come_barrier(memory), 1);
+    if (CLUSTER > 1 && thread_index() == 0) barrier_init(memory + OFFSET(HeadMemory, read), CLUSTER);
     fence_barrier_init();
   }
   if constexpr (CLUSTER > 1) arrive_cluster_begun();

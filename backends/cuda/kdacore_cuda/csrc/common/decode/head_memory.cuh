@@ -9,6 +9,8 @@
 constexpr int THREADS = WARPS * 32;
 static_assert(THREADS == K && COLUMNS == V, "a thread for each channel, all columns");
 static_assert(ONE, "a token a sequence");
+// A warp's part of the state lies together: its channels of K, or its rows of V.
+constexpr u32 PART_BYTES = K * V * STATE_BYTES / WARPS;
 
 // Sums over K. State [K, V]: those of each warp's channels. State [V, K]: a warp has all channels, so only outputs.
 struct HeadSums {
@@ -24,8 +26,8 @@ struct HeadMemory {
   float v[V];
   float norms[WARPS][4];  // sums of q q, k k and q k over each warp's channels
   HeadSums sums;
-  u64 come;  // barriers: the state has come;
-  u64 read;  // in the first block of the cluster: all blocks have read the windows of q and k
+  u64 come[WARPS];  // barriers: each warp's part of the state has come;
+  u64 read;         // in the first block of the cluster: all blocks have read the windows of q and k
 };
 KDA_SHARED_BYTES(sizeof(HeadMemory));
 

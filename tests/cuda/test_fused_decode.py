@@ -43,13 +43,13 @@ def on_device_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 SPLITS = {
     "whole": Split(1, 1, True),
-    "quarters": Split(4, 1),
+    "quarters": Split(4, 1, True),
     "two_heads": Split(1, 2, True),
-    "halves": Split(2, 1),
-    "two_halves": Split(2, 2),
-    "two_quarters": Split(4, 2),
+    "halves": Split(2, 1, True),
+    "two_halves": Split(2, 2, True),
+    "two_quarters": Split(4, 2, True),
     "four_heads": Split(1, 4, True),
-    "four_halves": Split(2, 4),
+    "four_halves": Split(2, 4, True),
 }
 
 
@@ -79,7 +79,7 @@ def test_each_division(
 def test_whole_states_in_registers(
     op: str, v_first: bool, emulated: list[str], poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As GPUs without bulk copies have them."""
+    """As on GPUs without clusters."""
     monkeypatch.setattr(choice, "decode_split", lambda *given: Split(1, 1))
     inputs = decode_inputs(op)
     inputs.state_indices[1] = -1

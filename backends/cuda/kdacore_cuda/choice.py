@@ -65,8 +65,8 @@ class Split(NamedTuple):
     """Blocks that share a value head."""
     heads: int
     """Value heads that are computed side by side; the others follow."""
-    in_shared: bool = False
-    """States are in shared memory, not in registers."""
+    four_warps: bool = False
+    """By the kernel for one token whose blocks have four warps, and whole states in shared memory."""
 
     @property
     def blocks(self) -> int:
@@ -487,14 +487,13 @@ _DECODE_BLOCKS = 8
 
 def decode_splits(mode: RecurrentMode, state_dtype: str, arch: str) -> tuple[Split, ...]:
     """The divisions that the fused decode step is compiled with: a state of 64 KB may be shared by four blocks, one of
-    32 by two, for one token; a block that has all of it has it in shared memory. One gate a channel comes with one
-    value head a key head."""
+    32 by two, for one token. One gate a channel comes with one value head a key head."""
     if arch not in CLUSTER_ARCHS:
         return (Split(1, 1),)
     one_token = mode != RecurrentMode.GENERAL
     slices = (1,) if not one_token else (1, 2, 4) if state_dtype == "float32" else (1, 2)
     heads = (1,) if mode == RecurrentMode.ONE_TOKEN else DECODE_HEADS
-    every = (Split(*sizes, in_shared=one_token and sizes[0] == 1) for sizes in product(slices, heads))
+    every = (Split(*sizes, four_warps=one_token) for sizes in product(slices, heads))
     return tuple(split for split in every if split.blocks <= _DECODE_BLOCKS)
 
 
@@ -504,7 +503,6 @@ def _choose_decode(r: Request, device: Figures) -> Choice:
     parts = [
         f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"
     ]
-    parts += ["states in shared memory"] if split.in_shared else []
     if group > 1:
         parts += [
             f"{group} value heads in a cluster" if split.heads == group else "windows of q and k in a launch"

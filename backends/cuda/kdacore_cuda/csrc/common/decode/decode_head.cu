@@ -1,13 +1,16 @@
-// The fused decode step of decode.cu for many heads: one token, a block a value head, its state in shared memory.
+// The fused decode step of decode.cu for one token of each sequence, on GPUs with clusters of blocks.
 //
-// A state in registers leaves room for two blocks on a multiprocessor, and while one of them computes, only the other
-// one's loads are on their way. In shared memory there is room for three (five of 16 bits), and registers hold but what
-// is being computed; one bulk copy a warp, issued as soon as the pool's row is known, takes the place of the
-// loads of all threads. The state is read twice from shared memory: for the sums over K, and to be updated and stored.
+// A block of four warps: a thread owns a channel of q, of k and of v and the gate of that channel, so that what every
+// warp does for itself is done half as often as by eight. A block that has all of a head keeps its state in shared
+// memory. In registers it would leave room for two blocks on a multiprocessor, and while one of them computes, only the
+// other one's loads are on their way; in shared memory there is room for three, five of 16 bits. One bulk copy a warp,
+// issued as soon as the pool's row is known, takes the place of the loads of all threads; the state is read twice, for
+// the sums over K, and to be updated and stored. With few heads a head is shared by SLICES blocks of a cluster, with
+// COLUMNS columns each, in registers.
 //
 // Grid: a cluster of CLUSTER blocks takes a sequence and key head, with all its value heads. They all read the windows of
-// q and k, which the first block writes after a barrier that says that all have read them. A thread owns a channel of q,
-// k and v each, and the gate of that channel; the first warp has the norm of the output.
+// q and k, which the first block writes after a barrier that says that all have read them. The first warp of a block has
+// the norm of the output; the sum over V of a shared head comes from all its blocks.
 #include "common/decode/cluster_exchange.cuh"
 #include "common/decode/token_places.cuh"
 #include "sm90/bulk_copies.cuh"
@@ -17,8 +20,17 @@
 #include "common/decode/head_k_first.cuh"
 #endif
 
-__device__ __forceinline__ bool has_norm(const DecodeParams& p) { return p.norm_weight && thread_index() < 32; }
-__device__ __forceinline__ int norm_column() { return thread_index() % 32 * 4; }
+__device__ __forceinline__ bool first_warp() { return thread_index() < 32; }
+__device__ __forceinline__ bool has_norm(const DecodeParams& p) { return p.norm_weight && first_warp(); }
+__device__ __forceinline__ int norm_column() { return thread_index() % NORM_LANES * 4; }
+__device__ __forceinline__ bool owns_column() { return COLUMNS == THREADS || thread_index() < COLUMNS; }
+
+// A block's part: columns of a value head.
+struct Part {
+  int rank, slice;  // in the cluster; of the head's columns
+  u32 memory;
+  int column() const { return slice * COLUMNS; }
+};
 
 // A thread's inputs, not yet converted.
 struct HeadInputs {
@@ -33,17 +45,18 @@ __device__ __forceinline__ void load_channel(const DecodeParams& p, Channel& c, 
   load_weights(p, c);
 }
 // What does not depend on the row of the pool.
-__device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const Item& it, int h, const TokenPlaces& at) {
+__device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const Item& it, int h, const Part& part,
+                                                  const TokenPlaces& at) {
   HeadInputs in;
   load_channel(p, in.q, h * K, at.x);
   load_channel(p, in.k, (p.H + h) * K, at.x);
-  load_channel(p, in.v, 2 * p.H * K + it.hv * V, at.x);
+  if (owns_column()) load_channel(p, in.v, 2 * p.H * K + it.hv * V + part.column(), at.x);
   in.g = load_elements<1>(p.g, at.g + (scalar_gate(p) ? it.zero : thread_index()), g_type(p));
   in.beta = load_elements<1>(p.beta, at.beta + it.zero, beta_type(p));
   in.gate = load_gate<1>(p, it, thread_index());
   if (!has_norm(p)) return in;
-  in.weight = load_norm_weight(p, it.hv, norm_column());
-  if (p.z) in.z = load_z(p, at.z, norm_column());
+  in.weight = load_norm_weight(p, it.hv, part.column() + norm_column());
+  if (p.z) in.z = load_z(p, at.z, part.column() + norm_column());
   return in;
 }
 
@@ -52,12 +65,12 @@ __device__ __forceinline__ void stage_token(const DecodeParams& p, HeadInputs& i
   const u32 own = memory + 4 * thread_index();
   float decay[1] = {to_float(in.g, g_type(p))};
   decays(p, decay, finish_gate(p, in.gate));
-  const float q = convolve(p, in.q), k = convolve(p, in.k), v = convolve(p, in.v);
+  const float q = convolve(p, in.q), k = convolve(p, in.k);
   store_shared(own + OFFSET(HeadMemory, decayed_q), __float_as_uint(q * decay[0]));
   store_shared(own + OFFSET(HeadMemory, decayed_k), __float_as_uint(k * decay[0]));
   store_shared(own + OFFSET(HeadMemory, k), __float_as_uint(k));
   store_shared(own + OFFSET(HeadMemory, decay), __float_as_uint(decay[0]));
-  store_shared(own + OFFSET(HeadMemory, v), __float_as_uint(v));
+  if (owns_column()) store_shared(own + OFFSET(HeadMemory, v), __float_as_uint(convolve(p, in.v)));
   const float qq = sum_lanes<32>(q * q), kk = sum_lanes<32>(k * k), qk = sum_lanes<32>(q * k);
   if (thread_index() % 32 == 0)
     store_shared(memory + OFFSET(HeadMemory, norms) + thread_index() / 2, __float_as_uint(qq), __float_as_uint(kk),
@@ -82,58 +95,85 @@ __device__ __forceinline__ void request_part(const DecodeParams& p, int from, in
   copy_in(memory + OFFSET(HeadMemory, state) + part, reinterpret_cast<const void*>(source), PART_BYTES,
           come_barrier(memory));
 }
-// Zeros instead of it, each by the thread that reads them.
-__device__ __forceinline__ void clear_state(const LanePosition& lane, u32 memory) {
+// This lane's part, or zeros, which in shared memory every thread writes that reads them.
+__device__ __forceinline__ void load_pieces(const DecodeParams& p, Pieces& pieces, const LanePosition& lane, int from,
+                                            int hv, u32 memory, bool reads) {
+  pieces.from = memory + STATE_BYTES * first_element(lane);
+  if constexpr (IN_SHARED) {
+    if (reads) return request_part(p, from, hv, memory);
 #pragma unroll 1
-  for (int i = 0; i < ROWS; ++i)
-    store_shared(first_piece(lane, memory) + STATE_BYTES * piece_offset(i), 0, 0, 0, 0);
+    for (int i = 0; i < ROWS; ++i) store_shared(pieces.from + STATE_BYTES * piece_offset(i), 0, 0, 0, 0);
+    return;
+  }
+  const u64 source = p.h0 + STATE_BYTES * (from * p.h0_row + (long long)hv * (K * V) + first_element(lane));
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    pieces.bits[i] = reads ? load_global16(source + STATE_BYTES * piece_offset(i)) : zero_bits();
 }
 
 // Zeros for the output of a sequence without a slot, and for its final state where that is no row of a pool.
 __device__ __forceinline__ void leave_padding(const DecodeParams& p, const Item& it, const TokenPlaces& at,
-                                              const LanePosition& lane, u64 target) {
-  if (thread_index() < 32)
-    store_four(p.o, (long long)(at.o + norm_column()), x_type(p), make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+                                              const Part& part, const LanePosition& lane, u64 target) {
+  if (thread_index() < NORM_LANES)
+    store_four(p.o, (long long)(at.o + part.column() + norm_column()), x_type(p), make_float4(0.0f, 0.0f, 0.0f, 0.0f));
   if (!p.ht || p.flags & FLAG_INDEXED_OUT) return;
 #pragma unroll 1
   for (int i = 0; i < ROWS; ++i)
     store_state_bits(target + STATE_BYTES * (it.n * p.ht_row + piece_offset(i)), zero_bits());
 }
 
+// The sum of squares of the block's columns, to all blocks of the head; and that of all columns, in the first warp.
+__device__ __forceinline__ void send_sum(const Part& part, float sum) {
+  const u32 bar = part.memory + OFFSET(HeadMemory, received);
+  const u32 to = part.memory + OFFSET(HeadMemory, squares) + 4 * part.slice;
+  const int lane = thread_index(), first = part.rank - part.slice;
+  if (lane == 0) barrier_expect(bar, 4 * SLICES);
+  if (lane < SLICES) store_async(cluster_address(to, first + lane), __float_as_uint(sum), cluster_address(bar, first + lane));
+}
+__device__ __forceinline__ float receive_sum(const Part& part) {
+  barrier_wait(part.memory + OFFSET(HeadMemory, received), 0);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < SLICES; ++i) sum += load_shared1(part.memory + OFFSET(HeadMemory, squares) + 4 * i);
+  return sum;
+}
+
 // A sequence and value head; `h`: the key head.
-__device__ __forceinline__ void decode_value_head(const DecodeParams& p, const Item& it, int h, u32 rank, u32 memory,
+__device__ __forceinline__ void decode_value_head(const DecodeParams& p, const Item& it, int h, const Part& part,
                                                   const TokenPlaces& at, const LanePosition& lane, const Start& start) {
+  const u32 memory = part.memory;
   // 1. Issue all loads: windows and state follow as soon as the row is known.
-  HeadInputs in = load_inputs(p, it, h, at);
+  HeadInputs in = load_inputs(p, it, h, part, at);
   const bool indexed = p.flags & FLAG_INDEXED_OUT;
   Number to_bits = {};
   if (indexed) to_bits = load_row_written(p, it);
   const u64 target = p.ht + STATE_BYTES * ((long long)it.hv * (K * V) + first_element(lane));
   const int from = row_of(p, start);
   if (!is_slot(p, from)) {
-    if (CLUSTER > 1) wait_cluster();
-    return leave_padding(p, it, at, lane, target);
+    if (CLUSTER > 1 && SLICES == 1) wait_cluster();
+    return leave_padding(p, it, at, part, lane, target);
   }
   const bool reads = start.has_initial;
-  if (reads) request_part(p, from, it.hv, memory);
   const Window window = state_window(p, from);
   Window before = window;
   if (!reads) before.base = 0;
+  Pieces pieces;
+  if (IN_SHARED) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
   load_window(p, before, in.q);
   load_window(p, before, in.k);
-  load_window(p, before, in.v);
-  if (!reads) clear_state(lane, memory);
+  if (owns_column()) load_window(p, before, in.v);
+  if (!IN_SHARED) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
 
   // 2. Gate, convolution and what the norm multiplies with, while the state is on its way.
   float4 factors;
   if (has_norm(p)) factors = norm_factors(p, in.weight, in.z);
   stage_token(p, in, memory);
   const float beta = finish_beta(p, in.beta);
-  if (CLUSTER > 1) wait_cluster();  // all blocks have begun
+  if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   const bool writes = p.writes_conv;
   const u32 read = memory + OFFSET(HeadMemory, read);
   if (writes) {
-    store_window(p, window, in.v);
+    if (owns_column()) store_window(p, window, in.v);
     if (CLUSTER == 1) store_window(p, window, in.q), store_window(p, window, in.k);
   }
   sync_block();  // the token is staged, and this block's loads of the windows have come
@@ -141,19 +181,26 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
 
   // 3. The recurrence.
   const HeadFactors f = head_factors(p, memory, beta);
-  if (reads) barrier_wait(come_barrier(memory), 0);
-  const HeadUpdate update = multiply(lane, memory, f);
+  if (IN_SHARED && reads) barrier_wait(come_barrier(memory), 0);
+  const HeadUpdate update = multiply(lane, pieces, memory, f);
   sync_block();
+  float4 o;
+  if (first_warp()) {
+    o = output_of(memory, norm_column(), f);
+    if (SLICES > 1 && p.norm_weight) send_sum(part, sum_of_squares<NORM_LANES>(o));
+  }
   const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
-  if (p.ht && (!indexed || is_slot(p, to))) store_updated(lane, memory, f, update, target + STATE_BYTES * (to * p.ht_row));
+  if (p.ht && (!indexed || is_slot(p, to)))
+    store_updated(lane, pieces, memory, f, update, target + STATE_BYTES * (to * p.ht_row));
 
   // 4. The output, and the windows of q and k that other blocks read too.
-  if (thread_index() < 32) {
-    float4 o = output_of(memory, norm_column(), f);
-    if (p.norm_weight) o = normed(p, o, sum_of_squares<32>(o), factors);
-    store_four(p.o, (long long)(at.o + norm_column()), x_type(p), o);
+  if (first_warp()) {
+    if (p.norm_weight)
+      o = normed(p, o, SLICES > 1 ? receive_sum(part) : sum_of_squares<NORM_LANES>(o), factors);
+    if (thread_index() < NORM_LANES)
+      store_four(p.o, (long long)(at.o + part.column() + norm_column()), x_type(p), o);
   }
-  if (CLUSTER > 1 && writes && rank == 0) {
+  if (CLUSTER > 1 && writes && part.rank == 0) {
     barrier_wait(read, 0);
     store_window(p, window, in.q);
     store_window(p, window, in.k);
@@ -162,8 +209,11 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
 
 __device__ __forceinline__ void begin_block(u32 memory) {
   if (thread_index() % 32 == 0) {
-    barrier_init(come_barrier(memory), 1);
-    if (CLUSTER > 1 && thread_index() == 0) barrier_init(memory + OFFSET(HeadMemory, read), CLUSTER);
+    if (IN_SHARED) barrier_init(come_barrier(memory), 1);
+    if (CLUSTER > 1 && thread_index() == 0) {
+      barrier_init(memory + OFFSET(HeadMemory, received), 1);
+      barrier_init(memory + OFFSET(HeadMemory, read), CLUSTER);
+    }
     fence_barrier_init();
   }
   if constexpr (CLUSTER > 1) arrive_cluster_begun();
@@ -171,18 +221,20 @@ __device__ __forceinline__ void begin_block(u32 memory) {
 
 KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode_head(KDA_PARAM DecodeParams p) {
   KDA_SHARED(memory);
-  const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER, shared = shared_address(memory);
-  begin_block(shared);
+  const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
+  const Part part = {(int)rank, (int)rank % SLICES, shared_address(memory)};
+  begin_block(part.memory);
   Item it;
   it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
   it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
   const int h = task - it.n * (int)p.tasks;
-  it.hv = h * CLUSTER + rank;
+  it.hv = h * HEADS + rank / SLICES;
   const TokenPlaces at = locate_tokens(p, it);
-  const LanePosition lane = make_position(0, 0);
+  const LanePosition lane = make_position(part.column(), 0);
   if (p.fills_device) launch_dependents();
+  if constexpr (SLICES > 1) wait_cluster();  // with few heads the previous launch has not ended yet
   wait_for_inputs();
   if (!p.fills_device) launch_dependents();
   const Start start = start_of(p, it);
-  decode_value_head(p, it, h, rank, shared, at, lane, start);
+  decode_value_head(p, it, h, part, at, lane, start);
 }

@@ -1,4 +1,4 @@
-// One token and a state [K, V] in shared memory. Each warp sums over its channels of K; the sums of all meet in shared
+// One token and a state [K, V]. Each warp sums over its channels of K; the sums of all meet in shared
 // memory.
 #pragma once
 
@@ -7,8 +7,8 @@
 struct HeadUpdate {};  // is computed after the barrier
 
 // Before the barrier: k S' and q S', with S' the decayed state, over this warp's channels.
-__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, u32 memory, const HeadFactors&) {
-  const u32 pieces = first_piece(at, memory), channels = memory + 4 * at.first;
+__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors&) {
+  const u32 channels = memory + 4 * at.first;
   float ks[VECTOR] = {}, qs[VECTOR] = {};
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, u32 memor
       qs[c] += shuffle_xor(qs[c], mask);
     }
   }
-  const u32 to = memory + 4 * (thread_index() / 32 * V + at.v);
+  const u32 to = memory + 4 * (thread_index() / 32 * COLUMNS + own_column(at));
   if (at.lane < LANES) {
     store_vector(to + OFFSET(HeadMemory, sums), ks);
     store_vector(to + OFFSET(HeadMemory, sums) + OFFSET(HeadSums, q), qs);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_sums(float (&x)[N], u32 from) {
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
     float y[N];
-    read_floats(y, from + 4 * V * w);
+    read_floats(y, from + 4 * COLUMNS * w);
 #pragma unroll
     for (int c = 0; c < N; ++c) x[c] = w ? x[c] + y[c] : y[c];
   }
@@ -63,11 +63,11 @@ __device__ __forceinline__ void update_columns(float (&u)[N], u32 memory, int co
 }
 
 // The state after the token, to device memory.
-__device__ __forceinline__ void store_updated(const LanePosition& at, u32 memory, const HeadFactors& f, HeadUpdate,
+__device__ __forceinline__ void store_updated(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors& f, HeadUpdate,
                                               u64 to) {
-  const u32 pieces = first_piece(at, memory), channels = memory + 4 * at.first;
+  const u32 channels = memory + 4 * at.first;
   float u[VECTOR];
-  update_columns(u, memory, at.v, f);
+  update_columns(u, memory, own_column(at), f);
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
     float d[4], k[4];

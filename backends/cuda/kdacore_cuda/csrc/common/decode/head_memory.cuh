@@ -4,30 +4,37 @@
 #include "common/decode/norm_inputs.cuh"
 #include "common/recurrent/states.cuh"
 
-// Macros from the host besides those of states.cuh: CLUSTER, the blocks that take a sequence and key head, a value head
-// each.
+#define KDA_CLUSTER_8 __cluster_dims__(8, 1, 1)
+
+// Macros from the host besides those of states.cuh: CLUSTER, the blocks that take a sequence and key head.
 constexpr int THREADS = WARPS * 32;
-static_assert(THREADS == K && COLUMNS == V, "a thread for each channel, all columns");
-static_assert(ONE, "a token a sequence");
-// A warp's part of the state lies together: its channels of K, or its rows of V.
+constexpr int SLICES = V / COLUMNS;        // blocks of a value head
+constexpr int HEADS = CLUSTER / SLICES;    // value heads of a cluster
+constexpr int NORM_LANES = COLUMNS / 4;    // of the first warp, four columns each; the other lanes repeat them
+constexpr bool IN_SHARED = SLICES == 1;    // where a block keeps its state
+static_assert(THREADS == K && ONE && PARTS == 1, "a thread for each channel, one token");
+static_assert(HEADS * SLICES == CLUSTER, "whole heads");
+// A warp's part of the state of a whole head lies together: its channels of K, or its rows of V.
 constexpr u32 PART_BYTES = K * V * STATE_BYTES / WARPS;
 
 // Sums over K. State [K, V]: those of each warp's channels. State [V, K]: a warp has all channels, so only outputs.
 struct HeadSums {
 #if V_FIRST
-  float o[V];
+  float o[COLUMNS];
 #else
-  float k[WARPS][V], q[WARPS][V];
+  float k[WARPS][COLUMNS], q[WARPS][COLUMNS];
 #endif
 };
 struct HeadMemory {
-  unsigned char state[K * V * STATE_BYTES];       // as in device memory
+  unsigned char state[IN_SHARED ? K * V * STATE_BYTES : 16];  // as in device memory
   float decayed_q[K], decayed_k[K], k[K], decay[K];  // k and q times the decay multiply the state before the token
-  float v[V];
+  float v[COLUMNS];
   float norms[WARPS][4];  // sums of q q, k k and q k over each warp's channels
   HeadSums sums;
-  u64 come[WARPS];  // barriers: each warp's part of the state has come;
-  u64 read;         // in the first block of the cluster: all blocks have read the windows of q and k
+  float squares[SLICES];  // of the output, over the columns of each of the head's blocks
+  u64 come[WARPS];        // barriers: each warp's part of the state has come;
+  u64 received;           // all squares have;
+  u64 read;               // in the first block of the cluster: all blocks have read the windows of q and k
 };
 KDA_SHARED_BYTES(sizeof(HeadMemory));
 
@@ -54,10 +61,18 @@ __device__ __forceinline__ void read_floats(float (&x)[N], u32 from) {
     x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
   }
 }
-// Piece i of this lane's state.
-__device__ __forceinline__ void read_piece(float (&s)[VECTOR], u32 from, int i) {
-  unpack_state(s, load_shared_u4(from + STATE_BYTES * piece_offset(i)));
+// This lane's part of the state: where it is in shared memory, or the bits themselves.
+constexpr int PIECES = IN_SHARED ? 1 : ROWS;
+struct Pieces {
+  u32 from;
+  uint4 bits[PIECES];
+};
+__device__ __forceinline__ void read_piece(float (&s)[VECTOR], const Pieces& x, int i) {
+  if constexpr (IN_SHARED) {
+    unpack_state(s, load_shared_u4(x.from + STATE_BYTES * piece_offset(i)));
+  } else {
+    unpack_state(s, x.bits[i]);
+  }
 }
-__device__ __forceinline__ u32 first_piece(const LanePosition& at, u32 memory) {
-  return memory + STATE_BYTES * first_element(at);
-}
+// This lane's column among the block's.
+__device__ __forceinline__ int own_column(const LanePosition& at) { return at.v % COLUMNS; }

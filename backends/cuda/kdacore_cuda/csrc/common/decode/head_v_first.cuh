@@ -1,4 +1,4 @@
-// One token and a state [V, K] in shared memory. A warp has all channels of its rows of V, so only outputs meet in shared
+// One token and a state [V, K]. A warp has all channels of its rows of V, so only outputs meet in shared
 // memory.
 #pragma once
 
@@ -9,8 +9,8 @@ struct HeadUpdate {
 };
 
 // Before the barrier: the sums over K, and the outputs of this warp's rows.
-__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, u32 memory, const HeadFactors& f) {
-  const u32 pieces = first_piece(at, memory), channels = memory + 4 * at.channel;
+__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors& f) {
+  const u32 channels = memory + 4 * at.channel;
   float q[VECTOR], k[VECTOR], ks[ROWS], qs[ROWS];
   read_floats(q, channels + OFFSET(HeadMemory, decayed_q));
   read_floats(k, channels + OFFSET(HeadMemory, decayed_k));
@@ -26,16 +26,16 @@ __device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, u32 memor
     }
   }
   const float k_sum = fold<ROWS, LANES / 2>(ks, at.lane), q_sum = fold<ROWS, LANES / 2>(qs, at.lane);
-  const float v = load_shared1(memory + OFFSET(HeadMemory, v) + 4 * at.v);
+  const float v = load_shared1(memory + OFFSET(HeadMemory, v) + 4 * own_column(at));
   const float u = f.update * multiply_add(-f.k, k_sum, v), o = f.q * multiply_add(f.qk, u, q_sum);
-  if (at.writes) store_shared(memory + OFFSET(HeadMemory, sums) + 4 * at.v, __float_as_uint(o));
+  if (at.writes) store_shared(memory + OFFSET(HeadMemory, sums) + 4 * own_column(at), __float_as_uint(o));
   return {u};
 }
 
 // The state after the token, to device memory.
-__device__ __forceinline__ void store_updated(const LanePosition& at, u32 memory, const HeadFactors&, HeadUpdate update,
+__device__ __forceinline__ void store_updated(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors&, HeadUpdate update,
                                               u64 to) {
-  const u32 pieces = first_piece(at, memory), channels = memory + 4 * at.channel;
+  const u32 channels = memory + 4 * at.channel;
   float d[VECTOR], k[VECTOR];
   read_floats(d, channels + OFFSET(HeadMemory, decay));
   read_floats(k, channels + OFFSET(HeadMemory, k));

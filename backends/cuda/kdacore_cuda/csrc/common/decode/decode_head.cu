@@ -37,7 +37,6 @@ struct HeadInputs {
   Channel q, k, v;
   Bits<1> g, beta;
   RawGate<1> gate;
-  Bits<4> weight, z;  // of the norm
 };
 __device__ __forceinline__ void load_channel(const DecodeParams& p, Channel& c, int index, Offset x_at) {
   c.index = index + thread_index();
@@ -54,10 +53,61 @@ __device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const I
   in.g = load_elements<1>(p.g, at.g + (scalar_gate(p) ? it.zero : thread_index()), g_type(p));
   in.beta = load_elements<1>(p.beta, at.beta + it.zero, beta_type(p));
   in.gate = load_gate<1>(p, it, thread_index());
+  return in;
+}
+// What is needed late, and so loaded behind the state: of the norm, and the row of the final state.
+struct LateInputs {
+  Bits<4> weight, z;
+  Number to;
+};
+__device__ __forceinline__ LateInputs load_late(const DecodeParams& p, const Item& it, const Part& part,
+                                                const TokenPlaces& at) {
+  LateInputs in = {};
+  if (p.flags & FLAG_INDEXED_OUT) in.to = load_row_written(p, it);
   if (!has_norm(p)) return in;
   in.weight = load_norm_weight(p, it.hv, part.column() + norm_column());
   if (p.z) in.z = load_z(p, at.z, part.column() + norm_column());
   return in;
+}
+
+// Where the windows of a thread's channels are, in bytes: at first in any row, then in that of the sequence.
+struct HeadWindows {
+  u64 q, k, v;
+  u64 step;  // from token to token
+};
+// opaque(): computed before the row is known, which the compiler would not do by itself. A row has fewer than 2^31
+// elements.
+__device__ __forceinline__ u64 window_offset(const DecodeParams& p, int channel) {
+  return (u32)opaque(2 * channel * (int)p.conv_sc);
+}
+__device__ __forceinline__ HeadWindows windows_of(const DecodeParams& p, const HeadInputs& in) {
+  return {window_offset(p, in.q.index), window_offset(p, in.k.index), window_offset(p, in.v.index),
+          2 * (u64)(u32)p.conv_sl};
+}
+__device__ __forceinline__ void find_row(const DecodeParams& p, HeadWindows& w, int row) {
+  const u64 base = state_window(p, row).base;
+  w.q += base, w.k += base, w.v += base;
+}
+__device__ __forceinline__ void load_window(Channel& c, u64 at, u64 step) {
+#pragma unroll
+  for (int i = 0; i < HISTORY; ++i) c.window[i].w[0] = load_global2(at + i * step);
+}
+__device__ __forceinline__ void store_window(const Channel& c, u64 at, u64 step) {
+#pragma unroll
+  for (int i = 0; i < HISTORY; ++i) store_global2(at + i * step, c.window[i].w[0]);
+}
+__device__ __forceinline__ void clear_window(Channel& c) {
+#pragma unroll
+  for (int i = 0; i < HISTORY; ++i) c.window[i] = {};
+}
+// The windows before the token, zeros of a sequence that starts from zeros.
+__device__ __forceinline__ void load_windows(HeadInputs& in, const HeadWindows& w, bool reads) {
+  if (reads) {
+    load_window(in.q, w.q, w.step), load_window(in.k, w.k, w.step);
+    if (owns_column()) load_window(in.v, w.v, w.step);
+  } else {
+    clear_window(in.q), clear_window(in.k), clear_window(in.v);
+  }
 }
 
 // The convolved token to shared memory, with the sums over each warp's channels that norms need.
@@ -142,11 +192,9 @@ __device__ __forceinline__ float receive_sum(const Part& part) {
 __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const Item& it, int h, const Part& part,
                                                   const TokenPlaces& at, const LanePosition& lane, const Start& start) {
   const u32 memory = part.memory;
-  // 1. Issue all loads: windows and state follow as soon as the row is known.
+  // 1. Issue all loads: windows and state as soon as the row is known.
   HeadInputs in = load_inputs(p, it, h, part, at);
-  const bool indexed = p.flags & FLAG_INDEXED_OUT;
-  Number to_bits = {};
-  if (indexed) to_bits = load_row_written(p, it);
+  HeadWindows windows = windows_of(p, in);
   const u64 target = p.ht + STATE_BYTES * ((long long)it.hv * (K * V) + first_element(lane));
   const int from = row_of(p, start);
   if (!is_slot(p, from)) {
@@ -154,30 +202,28 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
     return leave_padding(p, it, at, part, lane, target);
   }
   const bool reads = start.has_initial;
-  const Window window = state_window(p, from);
-  Window before = window;
-  if (!reads) before.base = 0;
+  find_row(p, windows, from);
   Pieces pieces;
+  // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
   if (IN_SHARED) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
-  load_window(p, before, in.q);
-  load_window(p, before, in.k);
-  if (owns_column()) load_window(p, before, in.v);
+  load_windows(in, windows, reads);
   if (!IN_SHARED) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
+  const LateInputs late = load_late(p, it, part, at);
 
-  // 2. Gate, convolution and what the norm multiplies with, while the state is on its way.
-  float4 factors;
-  if (has_norm(p)) factors = norm_factors(p, in.weight, in.z);
+  // 2. Gate and convolution, while the state is on its way.
   stage_token(p, in, memory);
   const float beta = finish_beta(p, in.beta);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   const bool writes = p.writes_conv;
   const u32 read = memory + OFFSET(HeadMemory, read);
   if (writes) {
-    if (owns_column()) store_window(p, window, in.v);
-    if (CLUSTER == 1) store_window(p, window, in.q), store_window(p, window, in.k);
+    if (owns_column()) store_window(in.v, windows.v, windows.step);
+    if (CLUSTER == 1) store_window(in.q, windows.q, windows.step), store_window(in.k, windows.k, windows.step);
   }
   sync_block();  // the token is staged, and this block's loads of the windows have come
   if (CLUSTER > 1 && writes && thread_index() == 0) barrier_arrive_remote(cluster_address(read, 0));
+  float4 factors;
+  if (has_norm(p)) factors = norm_factors(p, late.weight, late.z);
 
   // 3. The recurrence.
   const HeadFactors f = head_factors(p, memory, beta);
@@ -189,7 +235,8 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
     o = output_of(memory, norm_column(), f);
     if (SLICES > 1 && p.norm_weight) send_sum(part, sum_of_squares<NORM_LANES>(o));
   }
-  const int to = indexed ? number_of(to_bits, p.flags & FLAG_WRITES64) : it.n;
+  const bool indexed = p.flags & FLAG_INDEXED_OUT;
+  const int to = indexed ? number_of(late.to, p.flags & FLAG_WRITES64) : it.n;
   if (p.ht && (!indexed || is_slot(p, to)))
     store_updated(lane, pieces, memory, f, update, target + STATE_BYTES * (to * p.ht_row));
 
@@ -202,8 +249,8 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
   }
   if (CLUSTER > 1 && writes && part.rank == 0) {
     barrier_wait(read, 0);
-    store_window(p, window, in.q);
-    store_window(p, window, in.k);
+    store_window(in.q, windows.q, windows.step);
+    store_window(in.k, windows.k, windows.step);
   }
 }
 

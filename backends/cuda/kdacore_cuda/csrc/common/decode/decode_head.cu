@@ -32,6 +32,22 @@ struct Part {
   int column() const { return slice * COLUMNS; }
 };
 
+// The row of the pool that a sequence starts from, not yet converted, and whether it starts from what the row holds. `at`: the
+// place of its number, known before inputs may be read.
+struct HeadStart {
+  Number row;
+  u32 reads;
+};
+__device__ __forceinline__ u32 start_offset(const DecodeParams& p, const Item& it) {
+  return (u32)opaque((it.n + it.zero) << (p.flags & FLAG_INDEX64 ? 3 : 2));
+}
+__device__ __forceinline__ HeadStart load_start(const DecodeParams& p, const Item& it, u32 at) {
+  HeadStart s = {{load_global4(p.indices + at), 0}, 1};  // first: everything else is wanted later
+  if (p.flags & FLAG_INDEX64) s.row.high = load_global4(p.indices + at + 4);
+  if (p.has_initial) s.reads = load_global1(p.has_initial + it.n + it.zero);
+  return s;
+}
+
 // A thread's inputs, not yet converted.
 struct HeadInputs {
   Channel q, k, v;
@@ -190,18 +206,18 @@ __device__ __forceinline__ float receive_sum(const Part& part) {
 
 // A sequence and value head; `h`: the key head.
 __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const Item& it, int h, const Part& part,
-                                                  const TokenPlaces& at, const LanePosition& lane, const Start& start) {
+                                                  const TokenPlaces& at, const LanePosition& lane, const HeadStart& start) {
   const u32 memory = part.memory;
   // 1. Issue all loads: windows and state as soon as the row is known.
   HeadInputs in = load_inputs(p, it, h, part, at);
   HeadWindows windows = windows_of(p, in);
   const u64 target = p.ht + STATE_BYTES * ((long long)it.hv * (K * V) + first_element(lane));
-  const int from = row_of(p, start);
+  const int from = number_of(start.row, p.flags & FLAG_INDEX64);
   if (!is_slot(p, from)) {
     if (CLUSTER > 1 && SLICES == 1) wait_cluster();
     return leave_padding(p, it, at, part, lane, target);
   }
-  const bool reads = start.has_initial;
+  const bool reads = start.reads;
   find_row(p, windows, from);
   Pieces pieces;
   // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
@@ -278,10 +294,12 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode_head(KDA_PARAM Decod
   it.hv = h * HEADS + rank / SLICES;
   const TokenPlaces at = locate_tokens(p, it);
   const LanePosition lane = make_position(part.column(), 0);
+  const u32 first_index = start_offset(p, it);
   if (p.fills_device) launch_dependents();
   if constexpr (SLICES > 1) wait_cluster();  // with few heads the previous launch has not ended yet
   wait_for_inputs();
+  const HeadStart start = load_start(p, it, first_index);
+  sync_warp();  // else the compiler loads the row's number after weights and tokens
   if (!p.fills_device) launch_dependents();
-  const Start start = start_of(p, it);
   decode_value_head(p, it, h, part, at, lane, start);
 }

@@ -75,6 +75,8 @@ class Case(NamedTuple):
 
 CASES: dict[str, Case] = {
     "kda-b1": Case("kda", 1, 32, 32, 4.8, 4.2),
+    "kda-b2": Case("kda", 2, 32, 32),
+    "kda-b4": Case("kda", 4, 32, 32),
     "kda-b8": Case("kda", 8, 32, 32, 12, 10.5),
     "kda-b32": Case("kda", 32, 32, 32, 39.5, 37.5),
     "kda-b256": Case("kda", 256, 32, 32, 287, 278),

@@ -228,21 +228,21 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
 
   // 2. Gate and convolution, while the state is on its way.
   stage_token(p, in, memory);
-  const float beta = finish_beta(p, in.beta);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
+  sync_block();  // the token is staged, and this block's loads of the windows have come
   const bool writes = p.writes_conv;
   const u32 read = memory + OFFSET(HeadMemory, read);
-  if (writes) {
-    if (owns_column()) store_window(in.v, windows.v, windows.step);
-    if (CLUSTER == 1) store_window(in.q, windows.q, windows.step), store_window(in.k, windows.k, windows.step);
-  }
-  sync_block();  // the token is staged, and this block's loads of the windows have come
   if (CLUSTER > 1 && writes && thread_index() == 0) barrier_arrive_remote(cluster_address(read, 0));
   float4 factors;
-  if (has_norm(p)) factors = norm_factors(p, late.weight, late.z);
+  // Only a whole state leaves time for this here.
+  if (IN_SHARED && writes) {
+    store_window(in.v, windows.v, windows.step);
+    if (CLUSTER == 1) store_window(in.q, windows.q, windows.step), store_window(in.k, windows.k, windows.step);
+  }
+  if (IN_SHARED && has_norm(p)) factors = norm_factors(p, late.weight, late.z);
 
   // 3. The recurrence.
-  const HeadFactors f = head_factors(p, memory, beta);
+  const HeadFactors f = head_factors(p, memory, finish_beta(p, in.beta));
   if (IN_SHARED && reads) barrier_wait(come_barrier(memory), 0);
   const HeadUpdate update = multiply(lane, pieces, memory, f);
   sync_block();
@@ -256,13 +256,15 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
   if (p.ht && (!indexed || is_slot(p, to)))
     store_updated(lane, pieces, memory, f, update, target + STATE_BYTES * (to * p.ht_row));
 
-  // 4. The output, and the windows of q and k that other blocks read too.
+  // 4. The output, and windows that other blocks read too.
+  if (!IN_SHARED && has_norm(p)) factors = norm_factors(p, late.weight, late.z);
   if (first_warp()) {
     if (p.norm_weight)
       o = normed(p, o, SLICES > 1 ? receive_sum(part) : sum_of_squares<NORM_LANES>(o), factors);
     if (thread_index() < NORM_LANES)
       store_four(p.o, (long long)(at.o + part.column() + norm_column()), x_type(p), o);
   }
+  if (!IN_SHARED && writes && owns_column()) store_window(in.v, windows.v, windows.step);
   if (CLUSTER > 1 && writes && part.rank == 0) {
     barrier_wait(read, 0);
     store_window(in.q, windows.q, windows.step);

@@ -57,7 +57,10 @@ struct HeadInputs {
 __device__ __forceinline__ void load_channel(const DecodeParams& p, Channel& c, int index, Offset x_at) {
   c.index = index + thread_index();
   c.x = load_elements<1>(p.x, x_at + c.index, x_type(p));
-  load_weights(p, c);
+  c.weight = load_elements<TAPS>(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
+}
+__device__ __forceinline__ void load_bias(const DecodeParams& p, Channel& c) {
+  c.bias = load_elements<1>(p.conv_bias, (Offset)c.index, p.conv_bias_type);
 }
 // What does not depend on the row of the pool.
 __device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const Item& it, int h, const Part& part,
@@ -69,6 +72,10 @@ __device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const I
   in.g = load_elements<1>(p.g, at.g + (scalar_gate(p) ? it.zero : thread_index()), g_type(p));
   in.beta = load_elements<1>(p.beta, at.beta + it.zero, beta_type(p));
   in.gate = load_gate<1>(p, it, thread_index());
+  if (p.conv_bias) {
+    load_bias(p, in.q), load_bias(p, in.k);
+    if (owns_column()) load_bias(p, in.v);
+  }
   return in;
 }
 // What is needed late, and so loaded behind the state: of the norm, and the row of the final state.

@@ -49,8 +49,11 @@ __device__ __forceinline__ HeadFactors head_factors(const DecodeParams& p, u32 m
     const float4 x = load_shared4(memory + OFFSET(HeadMemory, norms) + 16 * w);
     sums[0] += x.x, sums[1] += x.y, sums[2] += x.z;
   }
-  const Factors f = factors_of(p, sums[0], sums[1]);
-  return {f.q, f.k, f.k * beta, sums[2]};
+  // As factors_of() of the recurrent kernels, but without a branch, so that this is done beside the products.
+  const bool normalised = p.flags & FLAG_L2NORM;
+  const float norm_q = inverse_norm(sums[0]), norm_k = inverse_norm(sums[1]);
+  const float k = normalised ? norm_k : 1.0f;
+  return {normalised ? p.scale * norm_q : p.scale, k, k * beta, sums[2]};
 }
 
 template <int N>

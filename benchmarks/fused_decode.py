@@ -5,8 +5,8 @@ On an NVIDIA GPU, bfloat16, K = V = 128, a convolution of width 4. ``fused`` is 
 ``fused_recurrent_*``, which alone is ``recurrent``. Launches of a CUDA graph, each on states and windows that the
 caches no longer hold. Before anything is timed, results are held against the reference backend's on the CPU.
 
-``--slices`` has every value head divided among that many blocks, whatever the number of heads, to find where that
-pays. ``--device cpu`` checks the chain alone.
+``--slices`` has every value head divided among that many blocks, whatever the number of heads, and ``--warps``
+says how many warps a block has, to find where that pays. ``--device cpu`` checks the chain alone.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Case(NamedTuple):
 
 CASES: dict[str, Case] = {
     "kda-b1": Case("kda", 1, 32, 32, 4.8, 4.2),
+    "kda-b2": Case("kda", 2, 32, 32),
+    "kda-b4": Case("kda", 4, 32, 32),
     "kda-b8": Case("kda", 8, 32, 32, 12, 10.5),
     "kda-b32": Case("kda", 32, 32, 32, 39.5, 37.5),
     "kda-b256": Case("kda", 256, 32, 32, 287, 278),
@@ -259,8 +261,9 @@ def op_of(case: Case) -> str:
     return "fused_decode_gated_delta_rule" if case.scalar else "fused_decode_kda"
 
 
-def force_slices(slices: int) -> None:
-    """Every value head of a call for one token is divided among so many blocks, where there is such a kernel."""
+def force_division(slices: int | None, warps: int | None) -> None:
+    """Every value head of a call for one token is divided among so many blocks, where there is such a kernel; by blocks
+    of so many warps."""
     from kdacore_cuda import choice
 
     plain = choice.decode_split
@@ -268,7 +271,8 @@ def force_slices(slices: int) -> None:
     def forced(r: Any, mode: Any, items: int, device: Any) -> Any:
         allowed = choice.decode_splits(mode, r.state_dtype, device.arch)
         fitting = [x for x in allowed if x.slices == slices and r.HV // r.H % x.heads == 0]
-        return max(fitting, key=lambda x: x.heads) if fitting else plain(r, mode, items, device)
+        split = max(fitting, key=lambda x: x.heads) if fitting else plain(r, mode, items, device)
+        return split._replace(four_warps=warps == 4) if warps and split.four_warps else split
 
     choice.decode_split = forced
 
@@ -283,12 +287,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--slices", type=int, choices=(1, 2, 4))
+    parser.add_argument("--warps", type=int, choices=(4, 8))
     parser.add_argument("--samples", type=int, default=25)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load, found = results.load(), Results()
-    if args.slices:
-        force_slices(args.slices)
+    if args.slices or args.warps:
+        force_division(args.slices, args.warps)
     with torch.no_grad():
         for name in args.cases:
             case = CASES[name]

@@ -498,19 +498,19 @@ def test_another_gpu_than_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("items", "slices"), [(1, 4), (33, 4), (34, 2), (66, 2), (67, 1), (8192, 1)])
 def test_blocks_of_a_head_of_the_fused_decode_step(items: int, slices: int) -> None:
     """As many as find a multiprocessor each."""
-    assert chosen(decoding(items)).split == Split(slices, 1)
-    assert chosen(decoding(1, items)).split == Split(slices, 1)
+    assert chosen(decoding(items)).split == Split(slices, 1, True)
+    assert chosen(decoding(1, items)).split == Split(slices, 1, True)
     half = chosen(decoding(items, state_dtype="bfloat16")).split
-    assert half == Split(min(slices, 2), 1)
-    assert chosen(decoding(items, batch_invariant=True)).split == Split(1, 1)
+    assert half == Split(min(slices, 2), 1, True)
+    assert chosen(decoding(items, batch_invariant=True)).split == Split(1, 1, True)
 
 
 @pytest.mark.parametrize(
     ("group", "N", "split"),
     [
-        (2, 1, Split(4, 2)),
-        (4, 1, Split(2, 4)),
-        (4, 64, Split(1, 4)),
+        (2, 1, Split(4, 2, True)),
+        (4, 1, Split(2, 4, True)),
+        (4, 64, Split(1, 4, True)),
         (3, 1, Split(1, 1)),
         (16, 1, Split(1, 1)),
     ],

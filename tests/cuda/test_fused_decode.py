@@ -13,6 +13,7 @@ from pool_checks import same_bits
 
 import kdacore
 from kdacore.errors import UnsupportedError
+from kdacore_cuda import choice
 from kdacore_cuda.choice import RecurrentMode, Split
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.decode import forward as decode
@@ -28,7 +29,7 @@ def launched_kernel(emulated: list[str], windows: bool = False) -> str:
     names = [name for name in dict.fromkeys(emulated) if not name.startswith("decode_windows-")]
     assert (len(emulated) > len([x for x in emulated if x in names])) == windows
     (name,) = names
-    assert name.startswith("decode-")
+    assert name.startswith(("decode-", "decode_head-"))
     return name
 
 
@@ -41,14 +42,14 @@ def on_device_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPLITS = {
-    "whole": Split(1, 1),
-    "quarters": Split(4, 1),
-    "two_heads": Split(1, 2),
-    "halves": Split(2, 1),
-    "two_halves": Split(2, 2),
-    "two_quarters": Split(4, 2),
-    "four_heads": Split(1, 4),
-    "four_halves": Split(2, 4),
+    "whole": Split(1, 1, True),
+    "quarters": Split(4, 1, True),
+    "two_heads": Split(1, 2, True),
+    "halves": Split(2, 1, True),
+    "two_halves": Split(2, 2, True),
+    "two_quarters": Split(4, 2, True),
+    "four_heads": Split(1, 4, True),
+    "four_halves": Split(2, 4, True),
 }
 
 
@@ -70,6 +71,53 @@ def test_each_division(
     assert chosen(request).split == want
     name = launched_kernel(emulated)
     assert f"CLUSTER{want.blocks}" in name and f"COLUMNS{128 // want.slices}-" in name
+    assert_mode(emulated, HEAD if op == GDN else ONE)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("op", [KDA, GDN])
+def test_whole_states_in_registers(
+    op: str, v_first: bool, emulated: list[str], poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs without clusters."""
+    monkeypatch.setattr(choice, "decode_split", lambda *given: Split(1, 1))
+    inputs = decode_inputs(op)
+    inputs.state_indices[1] = -1
+    check(inputs, op, state_v_first=v_first, **IN_PLACE)
+    assert launched_kernel(emulated).startswith("decode-")
+    assert_mode(emulated, HEAD if op == GDN else ONE)
+
+
+ONE_TOKEN_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fresh": ({"has_initial_state": torch.tensor([True, False, True])}, IN_PLACE),
+    "a_new_state": ({}, {"output_final_state": True}),
+    "read_only": ({}, {"read_only_state": True}),
+    "nothing_written": ({}, {}),
+    "moved": (
+        {"write_indices": torch.tensor([6, 5, -1]), "state_indices": torch.tensor([0, 1, 2])},
+        IN_PLACE,
+    ),
+    "no_norm": ({"norm_weight": None, "z": None}, IN_PLACE),
+    "norm_alone": ({"z": None}, IN_PLACE),
+    "weights_as_x": ({"weights": torch.bfloat16}, IN_PLACE),
+    "no_gate_parameters": ({"dt_bias": None}, IN_PLACE),
+}
+
+
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("op", [KDA, GDN])
+@pytest.mark.parametrize("call", ONE_TOKEN_CALLS)
+def test_states_in_shared_memory(
+    call: str, op: str, v_first: bool, emulated: list[str], poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, options = ONE_TOKEN_CALLS[call]
+    on_device_of(3, monkeypatch)
+    inputs = decode_inputs(op, **({"H": 1, "HV": 2 if op == GDN else 1} | given))
+    if call != "moved":
+        inputs.state_indices[1] = -1
+    check(inputs, op, state_v_first=v_first, **options)
+    assert launched_kernel(emulated).startswith("decode_head-")
     assert_mode(emulated, HEAD if op == GDN else ONE)
 
 

@@ -72,7 +72,7 @@ def run_random(seeds: Iterable[int], launched: list[str]) -> None:
         if result.status == "declined":
             assert not launched
         elif result.case.check != "refusal":
-            assert launched and all(name.startswith("decode-") for name in launched), (
+            assert launched and all(name.startswith(("decode-", "decode_head-")) for name in launched), (
                 f"seed {seed}: {launched}"
             )
     assert not problems, "\n".join(problems)

@@ -62,15 +62,15 @@ def check_on_gpu(inputs: DecodeInputs, op: str, **options: Any) -> Any:
 
 
 SIZES: dict[str, tuple[str, dict[str, Any], Split]] = {
-    "B1 H32": (KDA, {"B": 1, "H": 32, "HV": 32}, Split(4, 1)),
-    "B2 H32": (KDA, {"B": 2, "H": 32, "HV": 32}, Split(2, 1)),
-    "B8 H32": (KDA, {"B": 8, "H": 32, "HV": 32}, Split(1, 1)),
-    "B16 H6": (KDA, {"B": 16, "H": 6, "HV": 6}, Split(1, 1)),
-    "B1 H16 HV32": (GDN, {"B": 1, "H": 16, "HV": 32}, Split(4, 2)),
-    "B2 H16 HV32": (GDN, {"B": 2, "H": 16, "HV": 32}, Split(2, 2)),
-    "B8 H16 HV32": (GDN, {"B": 8, "H": 16, "HV": 32}, Split(1, 2)),
-    "B4 H2 HV8": (GDN, {"B": 4, "H": 2, "HV": 8}, Split(2, 4)),
-    "B32 H2 HV8": (GDN, {"B": 32, "H": 2, "HV": 8}, Split(1, 4)),
+    "B1 H32": (KDA, {"B": 1, "H": 32, "HV": 32}, Split(4, 1, True)),
+    "B2 H32": (KDA, {"B": 2, "H": 32, "HV": 32}, Split(2, 1, True)),
+    "B8 H32": (KDA, {"B": 8, "H": 32, "HV": 32}, Split(1, 1, True)),
+    "B16 H6": (KDA, {"B": 16, "H": 6, "HV": 6}, Split(1, 1, True)),
+    "B1 H16 HV32": (GDN, {"B": 1, "H": 16, "HV": 32}, Split(4, 2, True)),
+    "B2 H16 HV32": (GDN, {"B": 2, "H": 16, "HV": 32}, Split(2, 2, True)),
+    "B8 H16 HV32": (GDN, {"B": 8, "H": 16, "HV": 32}, Split(1, 2, True)),
+    "B4 H2 HV8": (GDN, {"B": 4, "H": 2, "HV": 8}, Split(2, 4, True)),
+    "B32 H2 HV8": (GDN, {"B": 32, "H": 2, "HV": 8}, Split(1, 4, True)),
     "B4 H4 HV12": (GDN, {"B": 4, "H": 4, "HV": 12}, Split(1, 1)),
 }
 """Calls as models are served, and their division among blocks on 132 multiprocessors."""
@@ -159,7 +159,7 @@ def test_every_division_repeats_its_bits(heads: int, v_first: bool, monkeypatch:
     for slices in (1, 2, 4):
         if slices * heads > 8:
             continue
-        monkeypatch.setattr(choice, "decode_split", lambda *a, slices=slices: Split(slices, heads))
+        monkeypatch.setattr(choice, "decode_split", lambda *a, slices=slices: Split(slices, heads, True))
         inputs = decode_inputs(GDN, B=3, H=4, HV=4 * heads, slots=5)
         check_on_gpu(inputs, GDN, state_v_first=v_first, **IN_PLACE)
         given = on_gpu(inputs)

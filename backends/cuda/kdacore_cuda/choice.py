@@ -66,6 +66,8 @@ class Split(NamedTuple):
     """Blocks that share a value head."""
     heads: int
     """Value heads that are computed side by side; the others follow."""
+    four_warps: bool = False
+    """By the kernel for one token whose blocks have four warps, and whole states in shared memory."""
 
     @property
     def blocks(self) -> int:
@@ -483,9 +485,10 @@ def decode_splits(mode: RecurrentMode, state_dtype: str, arch: str) -> tuple[Spl
     32 by two, for one token. One gate a channel comes with one value head a key head."""
     if arch not in CLUSTER_ARCHS:
         return (Split(1, 1),)
-    slices = (1,) if mode == RecurrentMode.GENERAL else (1, 2, 4) if state_dtype == "float32" else (1, 2)
+    one_token = mode != RecurrentMode.GENERAL
+    slices = (1,) if not one_token else (1, 2, 4) if state_dtype == "float32" else (1, 2)
     heads = (1,) if mode == RecurrentMode.ONE_TOKEN else DECODE_HEADS
-    every = (Split(*sizes) for sizes in product(slices, heads))
+    every = (Split(*sizes, four_warps=one_token) for sizes in product(slices, heads))
     return tuple(split for split in every if split.blocks <= _DECODE_BLOCKS)
 
 
@@ -508,8 +511,8 @@ def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -
     value heads."""
     splits, group = decode_splits(mode, r.state_dtype, device.arch), r.HV // r.H
     heads = group if group in [x.heads for x in splits] else 1
-    shared = [x for x in splits if x.heads == heads and items * x.slices <= device.multiprocessors]
-    return max(shared, default=Split(1, heads))
+    fitting = [x for x in splits if x.heads == heads]
+    return max(x for x in fitting if x.slices == 1 or items * x.slices <= device.multiprocessors)
 
 
 def decode_mode(r: Request, arch: str) -> RecurrentMode:

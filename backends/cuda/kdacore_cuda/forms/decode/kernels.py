@@ -13,19 +13,28 @@ _WARP_CHANNELS = 16
 """Channels of K for each warp of a block: a thread owns one of q's or k's."""
 
 
+_HEAD_WARP_CHANNELS = 32
+"""The same of blocks of four warps: a thread owns one of q's, k's and v's each."""
+_HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
+"""State dtype -> blocks that a multiprocessor must have registers for where states are in shared memory: as many as
+that takes."""
+
+
 @cache
 def decode_kernel(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Kernel:
     """The kernel for one head dim, K = V, state layout, state dtype, division among blocks, and
     mode: the calls that it serves."""
-    warps, columns = K // _WARP_CHANNELS, K // split.slices
+    warps, columns = K // (_HEAD_WARP_CHANNELS if split.four_warps else _WARP_CHANNELS), K // split.slices
     elements = 4 if state_dtype == "float32" else 8
+    in_shared = split.four_warps and split.slices == 1
+    blocks = _HEAD_BLOCKS[state_dtype] if in_shared else _MIN_BLOCKS[K, split.slices]
     return make_kernel(
-        *("common/decode/decode", DECODE),
+        *("common/decode/decode_head" if split.four_warps else "common/decode/decode", DECODE),
         K_DIM=K,
         WARPS=warps,
         ROWS=K * columns // (elements * 32 * warps),
         PARTS=1,
-        MIN_BLOCKS=_MIN_BLOCKS[K, split.slices],
+        MIN_BLOCKS=blocks,
         COLUMNS=columns,
         V_FIRST=v_first,
         STATE_BF16=state_dtype == "bfloat16",

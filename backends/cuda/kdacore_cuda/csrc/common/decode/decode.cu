@@ -120,6 +120,10 @@ __device__ __forceinline__ void write_floats(u32 to, const float (&x)[OUT]) {
   }
 }
 
+__device__ __forceinline__ void store_factors(const Unit& unit, const float4& y) {
+  store_shared(unit.factors, __float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w));
+}
+
 // One block's part: columns of a value head of a sequence.
 struct Part {
   int slice, first;  // of the head's columns; the rank of the first block that has columns of the head
@@ -158,12 +162,12 @@ __device__ __forceinline__ void stage_norm(const DecodeParams& p, const Item& it
                                            const Part& part, const NormInputs& first) {
   if (!p.norm_weight) return;
   const Unit unit = unit_of(0, part);
-  if (unit.token < it.length) store_factors(p, unit, first.weight, first.z);
+  if (unit.token < it.length) store_factors(unit, norm_factors(p, first.weight, first.z));
 #pragma unroll 1
   for (int pass = 1; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
     const Unit more = unit_of(pass, part);
     const NormInputs in = load_norm_inputs(p, it, at, more);
-    if (more.token < it.length) store_factors(p, more, in.weight, in.z);
+    if (more.token < it.length) store_factors(more, norm_factors(p, in.weight, in.z));
   }
 }
 
@@ -175,7 +179,7 @@ __device__ __forceinline__ void exchange_squares(const Item& it, const Part& par
 #pragma unroll 1
   for (int pass = 0; pass < PASSES && pass * PASS_TOKENS < it.length; ++pass) {
     const Unit unit = unit_of(pass, part);
-    const float sum = sum_of_squares(load_shared4(unit.outputs));
+    const float sum = sum_of_squares<UNITS>(load_shared4(unit.outputs));
     if (unit.token < it.length && thread_index() % UNITS == 0) send_squares(unit, part.slice, part.first, sum, bar);
   }
 }
@@ -189,8 +193,8 @@ __device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item&
     const Unit unit = unit_of(pass, part);
     float4 o = load_shared4(unit.outputs);
     if (p.norm_weight) {
-      const float squares = SLICES > 1 ? received_squares(unit) : sum_of_squares(o);
-      if (unit.token < it.length) o = normed(p, o, squares, unit);
+      const float squares = SLICES > 1 ? received_squares(unit) : sum_of_squares<UNITS>(o);
+      if (unit.token < it.length) o = normed(p, o, squares, load_shared4(unit.factors));
     }
     if (unit.token < it.length)
       store_four(p.o, (long long)(at.o + (Offset)unit.token * p.HV * V + unit.column), x_type(p), o);
@@ -262,7 +266,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
     stage_inputs(p, in, gate, part.memory, 0, false);
     stage_norm(p, it, at, part, norm_inputs);
   }
-  if (CLUSTER > 1) wait_cluster();  // all blocks have begun
+  if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   // A window that only this block reads is written as soon as one token has moved it on.
   const bool writes = p.writes_conv && !padding, tells = CLUSTER > 1 && writes && thread == 0;
   const u32 read = part.memory + OFFSET(DecodeMemory, read);
@@ -335,19 +339,20 @@ __device__ __forceinline__ void begin_cluster(u32 memory) {
 KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodeParams p) {
   KDA_SHARED(memory);
   const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
-  if (p.fills_device) launch_dependents();
-  wait_for_inputs();
-  if (!p.fills_device) launch_dependents();
+  const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
+  if constexpr (CLUSTER > 1) begin_cluster(part.memory);
   Item it;
   it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
   it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  const Start start = start_of(p, it);
-  const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};
-  if constexpr (CLUSTER > 1) begin_cluster(part.memory);
   const LanePosition lane = make_position(part.slice * COLUMNS, part.memory + (u32)sizeof(DecodeMemory));
   const int own = task - it.n * (int)p.tasks;
   it.hv = own * HEADS_AT_ONCE + rank / SLICES;
   const int h = PLAIN ? own : (int)((u64)it.hv * p.group_factor >> p.group_shift);  // hv / (HV / H)
+  if (p.fills_device) launch_dependents();
+  if constexpr (SLICES > 1) wait_cluster();  // with few heads the previous launch has not ended yet
+  wait_for_inputs();
+  if (!p.fills_device) launch_dependents();
+  const Start start = start_of(p, it);
   decode_head(p, it, h, part, lane, start);
   if (PLAIN) return;
   const long long row_bytes = (long long)p.HV * V * type_size(x_type(p));

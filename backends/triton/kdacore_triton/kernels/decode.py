@@ -346,11 +346,12 @@ def decode_kernel(
             yq, yk, decay, yb, qk = prepare(
                 yq, yk, xg, xb, bias, a_exp, scale, lower_bound, GATE, L2NORM, BETA
             )
-            yq = computed_once(yq)
-            yk = computed_once(yk)
-            yv = computed_once(yv.to(tl.float32))
-            if not SCALAR_GATE:
-                decay = computed_once(decay)
+            if TAPS > 0 or arrays.norm_weight is not None:
+                yq = computed_once(yq)
+                yk = computed_once(yk)
+                yv = computed_once(yv.to(tl.float32))
+                if not SCALAR_GATE:
+                    decay = computed_once(decay)
             S, y, update = step(S, yv, yq, yk, decay, yb, qk, SCALAR_GATE)
             if arrays.norm_weight is not None:
                 z = y

@@ -140,7 +140,7 @@ def step(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
         both = tl.join(S * k[:, None], S * q[:, None])
     kS, qS = tl.split(tl.sum(both, 0))
     delta = beta * (xv.to(tl.float32) - kS)
-    return S + k[:, None] * delta[None, :], qS + qk * delta, delta
+    return tl.fma(k[:, None], delta[None, :], S), tl.fma(qk, delta, qS), delta
 
 
 @triton.jit

@@ -54,14 +54,22 @@ def load_channels(p, i, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def computed_once(x):
-    """``x`` (float32), in a layout of its own.
+def computed_once(x, AXIS: tl.constexpr):
+    """``x`` (float32), a row along ``AXIS`` of the state's tile, in a layout of its own.
 
     A short row that a tile needs in another layout is otherwise loaded and computed again in that one by the compiler,
     by every thread for all of its rows. It does not look through this maximum of two equal numbers.
+
+    The layout is the slice of a matrix without its axis ``AXIS``. Without the other one the compiler could make the
+    tile's layout from it, and then with some numbers of tokens only, whose sums over K would have another order.
     """
     bits = x.to(tl.int32, bitcast=True)
-    return tl.max(tl.trans(tl.join(bits, bits)), 0).to(tl.float32, bitcast=True)
+    both = tl.join(bits, bits)
+    if AXIS == 0:
+        r = tl.max(tl.trans(both), 0)
+    else:
+        r = tl.max(both, 1)
+    return r.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -347,11 +355,11 @@ def decode_kernel(
                 yq, yk, xg, xb, bias, a_exp, scale, lower_bound, GATE, L2NORM, BETA
             )
             if TAPS > 0 or arrays.norm_weight is not None:
-                yq = computed_once(yq)
-                yk = computed_once(yk)
-                yv = computed_once(yv.to(tl.float32))
+                yq = computed_once(yq, 0)
+                yk = computed_once(yk, 0)
+                yv = computed_once(yv.to(tl.float32), 1)
                 if not SCALAR_GATE:
-                    decay = computed_once(decay)
+                    decay = computed_once(decay, 0)
             S, y, update = step(S, yv, yq, yk, decay, yb, qk, SCALAR_GATE)
             if arrays.norm_weight is not None:
                 z = y

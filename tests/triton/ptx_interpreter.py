@@ -1,7 +1,7 @@
 """Runs compiled Triton kernels on the CPU, from their PTX: what rounds, and in which order sums are added up, is there.
 
-All threads of a program execute an instruction before the next one, so barriers do nothing, and branches must be the same
-for all of them. The approximate instructions are exact here, which no comparison of two kernels depends on.
+All threads of a program execute an instruction before the next one, so barriers do nothing, and branches must be the
+same for all of them. The approximate instructions are exact here, which no comparison of two kernels depends on.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Program(NamedTuple):
 
 def parse(ptx: str) -> Program:
     """The only entry of a PTX module."""
-    head, _, rest = ptx.partition(".visible .entry")
-    heading, _, rest = rest.partition("\n{")
+    heading, _, rest = ptx.partition(".visible .entry")[2].partition("\n{")
     body = rest.partition("\n}")[0]
     kinds = re.findall(r"\.param \.([a-z])(\d+).* (\w+_param_\d+)", heading)
     threads = int(re.search(r"\.reqntid (\d+)", heading)[1])  # type: ignore[index]
@@ -56,8 +55,24 @@ def parse(ptx: str) -> Program:
         elif line and line[0] not in ".{}":
             match = _LINE.fullmatch(line)
             assert match, line
-            found.append(Instruction(match[3], tuple(_OPERAND.findall(match[4])), match[2] or "", match[1] == "!"))
+            found.append(
+                Instruction(match[3], tuple(_OPERAND.findall(match[4])), match[2] or "", match[1] == "!")
+            )
     return Program(tuple(found), labels, tuple((name, int(bits) // 8) for _, bits, name in kinds), threads)
+
+
+def left_to_contract(program: Program) -> list[Instruction]:
+    """Sums of products that ptxas may still make one rounding of: then machine code rounds in another way than PTX."""
+    products = {x.operands[0] for x in program.instructions if x.name == "mul.f32"}
+    while True:
+        copies = {
+            x.operands[0] for x in program.instructions if x.name[:4] == "mov." and x.operands[1] in products
+        }
+        if copies <= products:
+            break
+        products |= copies
+    sums = ("add.f32", "sub.f32")
+    return [x for x in program.instructions if x.name in sums and products & set(x.operands[1:])]
 
 
 class Memory:
@@ -85,7 +100,9 @@ class Memory:
 class Block:
     """One program of a grid."""
 
-    def __init__(self, program: Program, values: list[int], memory: Memory, shared: int, place: tuple[int, int, int]) -> None:
+    def __init__(
+        self, program: Program, values: list[int], memory: Memory, shared: int, place: tuple[int, int, int]
+    ) -> None:
         n = self.n = program.threads
         self.program, self.memory = program, memory
         self.shared = np.full((shared + 31) // 16 * 16, 0xFF, np.uint8)
@@ -127,7 +144,11 @@ class Block:
             self.exchange(kinds, operands)
         elif name == "mov.pred":
             value = operands[1]
-            self.put(operands[0], self.registers[value] if value[0] == "%" else np.full(self.n, value != "0"), active)
+            self.put(
+                operands[0],
+                self.registers[value] if value[0] == "%" else np.full(self.n, value != "0"),
+                active,
+            )
         elif kinds[0] == "mov" and "{" in name + operands[0] + operands[1]:
             self.move_parts(operands)
         else:
@@ -157,7 +178,9 @@ class Block:
 
     def address(self, operand: str) -> Lanes:
         base, _, offset = operand.strip("[] ").replace(" ", "").partition("+")
-        return self.get(base, np.int64 if base.startswith("%rd") else np.int32).astype(np.int64) + int(offset or 0)
+        return self.get(base, np.int64 if base.startswith("%rd") else np.int32).astype(np.int64) + int(
+            offset or 0
+        )
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +188,13 @@ class Block:
         size = int(kinds[-1][1:]) // 8
         if kinds[1] == "param":
             register, value = operands[0], self.parameters[operands[1].strip("[]")]
-            kind = np.uint64 if register.startswith("%rd") else np.uint16 if register.startswith("%rs") else np.uint32
+            kind = (
+                np.uint64
+                if register.startswith("%rd")
+                else np.uint16
+                if register.startswith("%rs")
+                else np.uint32
+            )
             self.registers[register] = np.full(self.n, value % 2 ** (8 * kind().itemsize), kind)
             return
         load = kinds[0] == "ld"
@@ -193,7 +222,7 @@ class Block:
                     cells[offsets // size] = self.get(name, kind)[threads[which]]
 
     def matrices(self, kinds: list[str], operands: tuple[str, ...]) -> None:
-        """8 x 8 matrices of 16-bit numbers: eight lanes have the addresses of a matrix's rows, all hold two of its cells."""
+        """8 x 8 matrices of 16-bit numbers: eight lanes have addresses of its rows, each lane has two of its cells."""
         load = kinds[0] == "ldmatrix"
         place, parts = (operands[1], operands[0]) if load else operands
         names = parts.strip("{}").replace(",", " ").split()
@@ -209,7 +238,9 @@ class Block:
             if load:
                 self.registers[name] = np.ascontiguousarray(cells[place_of]).view(np.uint32)[:, 0]
             else:
-                cells[place_of] = np.ascontiguousarray(self.get(name, np.uint32)).view(np.uint16).reshape(-1, 2)
+                cells[place_of] = (
+                    np.ascontiguousarray(self.get(name, np.uint32)).view(np.uint16).reshape(-1, 2)
+                )
 
     def exchange(self, kinds: list[str], operands: tuple[str, ...]) -> None:
         result, given, lane_or_mask = operands[0], operands[1], operands[2]
@@ -247,7 +278,10 @@ class Block:
             a, b = (self.get(x, _UINT[int(last[1:]) // 8]) for x in given[:2])
             return np.where(self.registers[given[2]], a, b)
         if last == "pred":
-            a, b = (self.registers[x] if x[0] == "%" else np.full(self.n, x != "0") for x in (*given, given[0])[:2])
+            a, b = (
+                self.registers[x] if x[0] == "%" else np.full(self.n, x != "0")
+                for x in (*given, given[0])[:2]
+            )
             return {"and": a & b, "or": a | b, "xor": a ^ b, "not": ~a}[op]
         if last[0] == "f":
             return self.floats(kinds, given)
@@ -259,6 +293,11 @@ class Block:
             if op == "mad":
                 result = result + self.get(given[2], twice)
             return result.view(_UINT[twice().itemsize])
+        if kinds[1] == "hi":
+            assert op == "mul" and kind().itemsize == 4
+            twice = np.int64 if last[0] == "s" else np.uint64
+            a, b = (self.get(x, kind).astype(twice) for x in given)
+            return (a * b >> twice(32)).astype(kind).view(np.uint32)
         if op in ("shl", "shr"):
             a, by = self.get(given[0], kind), self.get(given[1], np.uint32)
             bits = 8 * kind().itemsize
@@ -317,7 +356,7 @@ def _flushed(x: Lanes) -> Lanes:
 
 
 def fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
-    """``a * b + c`` of float32 with one rounding: a sum in float64, rounded to odd, rounds to float32 as the exact one."""
+    """``a * b + c`` of float32, rounded once: a sum in float64, rounded to odd, rounds to float32 as the exact one."""
     product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + c
     there = total - product

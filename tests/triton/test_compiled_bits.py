@@ -1,7 +1,8 @@
 """Candidates by records have the bits of decoding one token at a time in compiled kernels too.
 
 Sums over K are added up in the order that a tile's layout gives, which the compiler derives from all of a kernel. In
-Triton's interpreter all kernels add up alike, but an H200 showed that compiled ones did not. Their PTX runs on the CPU here.
+Triton's interpreter all kernels add up alike, but an H200 showed that compiled ones did not. Here their PTX runs on
+the CPU.
 """
 
 from __future__ import annotations

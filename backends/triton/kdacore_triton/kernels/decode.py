@@ -165,7 +165,7 @@ def decode_kernel(
     GATE: tl.constexpr, SCALAR_GATE: tl.constexpr, L2NORM: tl.constexpr, BETA: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, INPLACE: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
     TAIL: tl.constexpr, TAPS: tl.constexpr, ACTIVATION: tl.constexpr, OTHER_POOL: tl.constexpr,
-    BY_HAND: tl.constexpr,
+    ROWS_ONCE: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Grid: (H, N, 1), or (H * N, 1, 1) when ``FLAT``.
 
@@ -174,6 +174,7 @@ def decode_kernel(
     state; with a norm it has them all. ``ONE``: exactly one token per sequence, not packed. ``TAIL``: one more sequence
     in the grid, whose programs write zeros to the rows of ``o`` behind the pack. ``INPLACE``: the caller's pool is
     written, and so are the convolution's states and windows. ``OTHER_POOL``: it is not the one that is read.
+    ``ROWS_ONCE``: rows have fewer elements than the program has threads; see :func:`computed_once`.
 
     ``index_row`` and ``write_row`` are the strides of ``state_indices`` and ``write_indices`` over sequences; ``null``
     is the row that names no slot, besides negative ones. A sequence that is padding is computed like any other from
@@ -354,7 +355,7 @@ def decode_kernel(
             yq, yk, decay, yb, qk = prepare(
                 yq, yk, xg, xb, bias, a_exp, scale, lower_bound, GATE, L2NORM, BETA
             )
-            if TAPS > 0 or arrays.norm_weight is not None:
+            if ROWS_ONCE:
                 yq = computed_once(yq, 0)
                 yk = computed_once(yk, 0)
                 yv = computed_once(yv.to(tl.float32), 1)

@@ -126,7 +126,7 @@ def execute(launch: RecordedLaunch, arch: str) -> Program:
     columns, rows, _ = launch.grid
     for y in range(rows):
         for x in range(columns):
-            Block(program, values, memory, shared, (x, y, 0)).run()
+            Block(program, values, memory, shared, (x, y, 0), launch.grid).run()
     return program
 
 

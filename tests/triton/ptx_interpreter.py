@@ -19,6 +19,7 @@ _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _INT = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _FLOAT = {4: np.float32, 8: np.float64}
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s|]+")
+_REGISTER = re.compile(r"%\w+")
 _LINE = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)")
 
 
@@ -63,15 +64,14 @@ def parse(ptx: str) -> Program:
 
 def left_to_contract(program: Program) -> list[Instruction]:
     """Sums of products that ptxas may still make one rounding of: then machine code rounds in another way than PTX."""
-    products = {x.operands[0] for x in program.instructions if x.name == "mul.f32"}
-    while True:
-        copies = {
-            x.operands[0] for x in program.instructions if x.name[:4] == "mov." and x.operands[1] in products
-        }
-        if copies <= products:
-            break
-        products |= copies
-    sums = ("add.f32", "sub.f32")
+    products = {x.operands[0] for x in program.instructions if x.name in ("mul.f32", "mul.f32x2")}
+    before = 0
+    while before != len(products):
+        before = len(products)
+        for x in program.instructions:
+            if x.name[:4] == "mov." and products & set(_REGISTER.findall(x.operands[1])):
+                products |= set(_REGISTER.findall(x.operands[0]))
+    sums = ("add.f32", "sub.f32", "add.f32x2", "sub.f32x2")
     return [x for x in program.instructions if x.name in sums and products & set(x.operands[1:])]
 
 
@@ -101,7 +101,13 @@ class Block:
     """One program of a grid."""
 
     def __init__(
-        self, program: Program, values: list[int], memory: Memory, shared: int, place: tuple[int, int, int]
+        self,
+        program: Program,
+        values: list[int],
+        memory: Memory,
+        shared: int,
+        place: tuple[int, int, int],
+        grid: tuple[int, int, int],
     ) -> None:
         n = self.n = program.threads
         self.program, self.memory = program, memory
@@ -110,6 +116,7 @@ class Block:
         self.registers: dict[str, Lanes] = {
             "%tid.x": np.arange(n, dtype=np.uint32),
             **{f"%ctaid.{axis}": np.full(n, i, np.uint32) for axis, i in zip("xyz", place, strict=True)},
+            **{f"%nctaid.{axis}": np.full(n, i, np.uint32) for axis, i in zip("xyz", grid, strict=True)},
         }
 
     def run(self) -> None:
@@ -315,6 +322,8 @@ class Block:
         return _INTEGERS[op](*numbers).astype(kind).view(_UINT[kind().itemsize])
 
     def floats(self, kinds: list[str], given: tuple[str, ...]) -> Lanes:
+        if kinds[-1] == "f32x2":
+            return self.pairs(kinds, given)
         op, flush = kinds[0], "ftz" in kinds
         numbers = [self.get(x, _FLOAT[int(kinds[-1][1:]) // 8]) for x in given]
         assert kinds[-1] == "f32"
@@ -330,6 +339,13 @@ class Block:
                 result = _FLOATS[op](*numbers)
         assert result.dtype == np.float32
         return (_flushed(result) if flush else result).view(np.uint32)
+
+    def pairs(self, kinds: list[str], given: tuple[str, ...]) -> Lanes:
+        """Arithmetic of two float32 in a register of 64 bits."""
+        numbers = [np.ascontiguousarray(self.get(x, np.uint64)).view(np.float32) for x in given]
+        assert "ftz" not in kinds
+        with np.errstate(all="ignore"):
+            return _FLOATS[kinds[0]](*numbers).view(np.uint64)
 
     def convert(self, kinds: list[str], given: tuple[str, ...]) -> Lanes:
         to, source = kinds[-2], kinds[-1]

@@ -290,6 +290,8 @@ class Block:
                 for x in (*given, given[0])[:2]
             )
             return {"and": a & b, "or": a | b, "xor": a ^ b, "not": ~a}[op]
+        if last in ("bf16", "f16"):
+            return self.mixed(kinds, given)
         if last[0] == "f":
             return self.floats(kinds, given)
         kind = (_INT if last[0] == "s" else _UINT)[int(last[1:]) // 8]
@@ -339,6 +341,13 @@ class Block:
                 result = _FLOATS[op](*numbers)
         assert result.dtype == np.float32
         return (_flushed(result) if flush else result).view(np.uint32)
+
+    def mixed(self, kinds: list[str], given: tuple[str, ...]) -> Lanes:
+        """Arithmetic in float32 on operands of 16 bits, but for the last, which is of 32."""
+        assert kinds[-2] == "f32" and kinds[0] in ("fma", "add", "sub")
+        narrow = [self.convert(["cvt", "f32", kinds[-1]], (x,)).view(np.float32) for x in given[:-1]]
+        with np.errstate(all="ignore"):
+            return _FLOATS[kinds[0]](*narrow, self.get(given[-1], np.float32)).view(np.uint32)
 
     def pairs(self, kinds: list[str], given: tuple[str, ...]) -> Lanes:
         """Arithmetic of two float32 in a register of 64 bits."""

@@ -35,7 +35,7 @@ def shipped(arch: str) -> list[dict[str, Any]]:
     """A case for each rule of the recurrent kernel, state dtype and layout; two tiles of V where there are as many."""
     found = []
     for choice in configs.shipped_for(arch):
-        when, config = choice.when, choice.config
+        when, config = choice.when, dict(choice.config)
         if choice.kernel != "recurrent":
             continue
         K = when.get("K", [None, 128])[1] or 256

@@ -85,6 +85,26 @@ def test_replays_have_the_bits_of_the_plain_kernel(op: str, v_first: bool, K: in
     assert same_bits(speculating.initial_state[named], plain.initial_state[named])
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("K", [64, 128])
+def test_fused_replays_have_the_bits_of_one_token_at_a_time(op: str, v_first: bool, K: int) -> None:
+    options = OPS[op] | {"state_v_first": v_first, "inplace_state": True}
+    sizes: dict[str, Any] = {"H": 4, "HV": 8, "K": K, "V": K, "dtype": torch.bfloat16, "v_first": v_first}
+    x = on("cuda", draw(op, 32, T=3, records=3, columns=5, **sizes))
+    speculating = copied_there(x)._replace(num_replayed=torch.zeros_like(x.num_replayed))
+    o = decode.forward(request_of(op, speculating, **options), speculating).o
+    replaying = speculating._replace(num_replayed=torch.full_like(x.num_replayed, 3))
+    decode.forward(request_of(op, replaying, **options), replaying)
+    plain = copied_there(x)._replace(**dict.fromkeys((*PARTS, "record_indices", "num_replayed")))
+    for t in range(3):
+        token = {name: getattr(x, name)[:, t : t + 1].contiguous() for name in ("x", "g", "beta", "z")}
+        step = plain._replace(**token)
+        assert same_bits(decode.forward(request_of(op, step, **options), step).o, o[:, t : t + 1])
+    named = x.state_indices.long()
+    assert same_bits(speculating.initial_state[named], plain.initial_state[named])
+
+
 def served(op: str, B: int, T: int = 1, **more: Any) -> tuple[Request, Any]:
     x = on("cuda", draw(op, B, T=T, H=8, HV=8, K=128, V=128, dtype=torch.bfloat16, **more))
     return request_of(op, x, inplace_state=True, null_index=0, **OPS[op]), x

@@ -161,7 +161,8 @@ class DecodeLaunch:
             "L2NORM": r.qk_l2norm, "BETA": beta_kind(r), "READ": read_mode(r, x), "WRITE": write_mode(r),
             "INPLACE": r.inplace_state, "PACKED": r.packed, "ONE": r.T == 1 and not r.packed, "FLAT": flat,
             "TAIL": tail, "TAPS": taps, "ACTIVATION": int(_ACTIVATIONS[r.norm_activation].value),
-            "OTHER_POOL": r.write_pool_size > 0, "BY_HAND": INTERPRETING,
+            "OTHER_POOL": r.write_pool_size > 0, "ROWS_ONCE": not r.op.startswith("fused_recurrent"),
+            "BY_HAND": INTERPRETING,
         }  # fmt: skip
 
     def tensors(self, x: Inputs, o: torch.Tensor, target: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -33,7 +33,7 @@ def aot_cases(arch: str) -> list[AotCase]:
         ("GDN K128", {"scalar": True, "H": 16, "HV": 32}, 80),
         ("GDN K128 HV8", {"scalar": True, "H": 2, "HV": 8}, 80),
         ("GDN K128 V256", {"scalar": True, "V": 256}, 0),
-        ("GDN K128 T4 records", {"scalar": True, "H": 16, "HV": 32, "T": 4, "records": True}, 24),
+        ("GDN K128 T4 records", {"scalar": True, "H": 16, "HV": 32, "T": 4, "records": True}, 64),
     ):
         run = partial(forward, *meta_call(arch, **sizes))
         cases += record(

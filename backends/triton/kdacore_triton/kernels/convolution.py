@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import positive, sigmoid
+from .common import positive, product, sigmoid
 
 
 @triton.jit
@@ -40,7 +40,8 @@ def convolve(x, r1, r2, r3, f0, f1, f2, f3, bias, TAPS: tl.constexpr):
     if TAPS > 3:
         y = tl.fma(r3.to(tl.float32), f3, y)
     y += bias
-    return y * sigmoid(y)
+    # v is subtracted from: a plain product could be contracted with that in some kernels and not in others.
+    return product(y, sigmoid(y))
 
 
 @triton.jit

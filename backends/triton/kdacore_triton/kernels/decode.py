@@ -54,14 +54,22 @@ def load_channels(p, i, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def computed_once(x):
-    """``x`` (float32), in a layout of its own.
+def computed_once(x, AXIS: tl.constexpr):
+    """``x`` (float32), a row along ``AXIS`` of the state's tile, in a layout of its own.
 
     A short row that a tile needs in another layout is otherwise loaded and computed again in that one by the compiler,
     by every thread for all of its rows. It does not look through this maximum of two equal numbers.
+
+    The layout is the slice of a matrix without its axis ``AXIS``. Without the other one the compiler could make the
+    tile's layout from it, and then with some numbers of tokens only, whose sums over K would have another order.
     """
     bits = x.to(tl.int32, bitcast=True)
-    return tl.max(tl.trans(tl.join(bits, bits)), 0).to(tl.float32, bitcast=True)
+    both = tl.join(bits, bits)
+    if AXIS == 0:
+        r = tl.max(tl.trans(both), 0)
+    else:
+        r = tl.max(both, 1)
+    return r.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -157,7 +165,7 @@ def decode_kernel(
     GATE: tl.constexpr, SCALAR_GATE: tl.constexpr, L2NORM: tl.constexpr, BETA: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, INPLACE: tl.constexpr, PACKED: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
     TAIL: tl.constexpr, TAPS: tl.constexpr, ACTIVATION: tl.constexpr, OTHER_POOL: tl.constexpr,
-    BY_HAND: tl.constexpr,
+    ROWS_ONCE: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Grid: (H, N, 1), or (H * N, 1, 1) when ``FLAT``.
 
@@ -166,6 +174,7 @@ def decode_kernel(
     state; with a norm it has them all. ``ONE``: exactly one token per sequence, not packed. ``TAIL``: one more sequence
     in the grid, whose programs write zeros to the rows of ``o`` behind the pack. ``INPLACE``: the caller's pool is
     written, and so are the convolution's states and windows. ``OTHER_POOL``: it is not the one that is read.
+    ``ROWS_ONCE``: rows have fewer elements than the program has threads; see :func:`computed_once`.
 
     ``index_row`` and ``write_row`` are the strides of ``state_indices`` and ``write_indices`` over sequences; ``null``
     is the row that names no slot, besides negative ones. A sequence that is padding is computed like any other from
@@ -346,11 +355,12 @@ def decode_kernel(
             yq, yk, decay, yb, qk = prepare(
                 yq, yk, xg, xb, bias, a_exp, scale, lower_bound, GATE, L2NORM, BETA
             )
-            yq = computed_once(yq)
-            yk = computed_once(yk)
-            yv = computed_once(yv.to(tl.float32))
-            if not SCALAR_GATE:
-                decay = computed_once(decay)
+            if ROWS_ONCE:
+                yq = computed_once(yq, 0)
+                yk = computed_once(yk, 0)
+                yv = computed_once(yv.to(tl.float32), 1)
+                if not SCALAR_GATE:
+                    decay = computed_once(decay, 0)
             S, y, update = step(S, yv, yq, yk, decay, yb, qk, SCALAR_GATE)
             if arrays.norm_weight is not None:
                 z = y

@@ -127,7 +127,12 @@ def prepare(
 @triton.jit
 def step(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
     """One token, float32: the new state ``S [KP, BV]``, the output ``[BV]``, and ``update [BV]``: what was added to the
-    decayed state is ``outer(k, update)``."""
+    decayed state is ``outer(k, update)``.
+
+    All kernels that call this must give the same bits for the same tile. The sums have the order of the tile's layout,
+    which the compiler derives from loads and stores of the state as long as no other operand's layout fits the tile.
+    Every fused multiply-add outside the sums is spelled out: the compiler does not find one across a layout conversion.
+    """
     S = S.to(tl.float32)
     if SCALAR_GATE:
         S *= decay
@@ -140,7 +145,7 @@ def step(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
         both = tl.join(S * k[:, None], S * q[:, None])
     kS, qS = tl.split(tl.sum(both, 0))
     delta = beta * (xv.to(tl.float32) - kS)
-    return S + k[:, None] * delta[None, :], qS + qk * delta, delta
+    return tl.fma(k[:, None], delta[None, :], S), tl.fma(qk, delta, qS), delta
 
 
 @triton.jit

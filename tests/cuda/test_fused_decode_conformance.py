@@ -72,8 +72,10 @@ def run_random(seeds: Iterable[int], launched: list[str]) -> None:
         if result.status == "declined":
             assert not launched
         elif result.case.check != "refusal":
-            assert launched and all(name.startswith(("decode-", "decode_head-")) for name in launched), (
-                f"seed {seed}: {launched}"
+            kernels = [name for name in launched if not name.startswith("decode_windows-")]
+            assert kernels, f"seed {seed}: {launched}"
+            assert all(name.startswith(("decode-", "decode_head-")) for name in kernels), (
+                f"seed {seed}: {kernels}"
             )
     assert not problems, "\n".join(problems)
     assert counts["served"] > 2 * counts["declined"]

@@ -8,9 +8,9 @@
 // the sums over K, and to be updated and stored. With few heads a head is shared by SLICES blocks of a cluster, with
 // COLUMNS columns each, in registers.
 //
-// Grid: a cluster of CLUSTER blocks takes a sequence and key head, with all its value heads. They all read the windows of
-// q and k, which the first block writes after a barrier that says that all have read them. The first warp of a block has
-// the norm of the output; the sum over V of a shared head comes from all its blocks.
+// Grid: a cluster of CLUSTER blocks takes a sequence and key head, with all its value heads. They all read the windows
+// of q and k, which the first block writes after a barrier that says that all have read them. The first warp of a block
+// has the norm of the output; the sum over V of a shared head comes from all its blocks.
 #include "common/decode/cluster_exchange.cuh"
 #include "common/decode/token_places.cuh"
 #include "sm90/bulk_copies.cuh"
@@ -32,12 +32,12 @@ struct Part {
   int column() const { return slice * COLUMNS; }
 };
 
-// The row of the pool that a sequence starts from, not yet converted, and whether it starts from what the row holds. `at`: the
-// place of its number, known before inputs may be read.
+// The row of the pool that a sequence starts from, not yet converted, and whether it starts from what the row holds.
 struct HeadStart {
   Number row;
   u32 reads;
 };
+// Where the row's number is, known before inputs may be read.
 __device__ __forceinline__ u32 start_offset(const DecodeParams& p, const Item& it) {
   return (u32)opaque((it.n + it.zero) << (p.flags & FLAG_INDEX64 ? 3 : 2));
 }
@@ -68,6 +68,7 @@ __device__ __forceinline__ HeadInputs load_inputs(const DecodeParams& p, const I
   HeadInputs in;
   load_channel(p, in.q, h * K, at.x);
   load_channel(p, in.k, (p.H + h) * K, at.x);
+  in.v.index = 0;
   if (owns_column()) load_channel(p, in.v, 2 * p.H * K + it.hv * V + part.column(), at.x);
   in.g = load_elements<1>(p.g, at.g + (scalar_gate(p) ? it.zero : thread_index()), g_type(p));
   in.beta = load_elements<1>(p.beta, at.beta + it.zero, beta_type(p));
@@ -101,7 +102,7 @@ struct HeadWindows {
 // opaque(): computed before the row is known, which the compiler would not do by itself. A row has fewer than 2^31
 // elements.
 __device__ __forceinline__ u64 window_offset(const DecodeParams& p, int channel) {
-  return (u32)opaque(2 * channel * (int)p.conv_sc);
+  return (u32)opaque((int)(2 * (u32)channel * (u32)p.conv_sc));
 }
 __device__ __forceinline__ HeadWindows windows_of(const DecodeParams& p, const HeadInputs& in) {
   return {window_offset(p, in.q.index), window_offset(p, in.k.index), window_offset(p, in.v.index),
@@ -201,7 +202,8 @@ __device__ __forceinline__ void send_sum(const Part& part, float sum) {
   const u32 to = part.memory + OFFSET(HeadMemory, squares) + 4 * part.slice;
   const int lane = thread_index(), first = part.rank - part.slice;
   if (lane == 0) barrier_expect(bar, 4 * SLICES);
-  if (lane < SLICES) store_async(cluster_address(to, first + lane), __float_as_uint(sum), cluster_address(bar, first + lane));
+  if (lane < SLICES)
+    store_async(cluster_address(to, first + lane), __float_as_uint(sum), cluster_address(bar, first + lane));
 }
 __device__ __forceinline__ float receive_sum(const Part& part) {
   barrier_wait(part.memory + OFFSET(HeadMemory, received), 0);
@@ -213,7 +215,8 @@ __device__ __forceinline__ float receive_sum(const Part& part) {
 
 // A sequence and value head; `h`: the key head.
 __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const Item& it, int h, const Part& part,
-                                                  const TokenPlaces& at, const LanePosition& lane, const HeadStart& start) {
+                                                  const TokenPlaces& at, const LanePosition& lane,
+                                                  const HeadStart& start) {
   const u32 memory = part.memory;
   // 1. Issue all loads: windows and state as soon as the row is known.
   HeadInputs in = load_inputs(p, it, h, part, at);

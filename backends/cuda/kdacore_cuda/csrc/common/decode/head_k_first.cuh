@@ -7,7 +7,8 @@
 struct HeadUpdate {};  // is computed after the barrier
 
 // Before the barrier: k S' and q S', with S' the decayed state, over this warp's channels.
-__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors&) {
+__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pieces& pieces, u32 memory,
+                                               const HeadFactors&) {
   const u32 channels = memory + 4 * at.first;
   float ks[VECTOR] = {}, qs[VECTOR] = {};
 #pragma unroll
@@ -63,8 +64,8 @@ __device__ __forceinline__ void update_columns(float (&u)[N], u32 memory, int co
 }
 
 // The state after the token, to device memory.
-__device__ __forceinline__ void store_updated(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors& f, HeadUpdate,
-                                              u64 to) {
+__device__ __forceinline__ void store_updated(const LanePosition& at, const Pieces& pieces, u32 memory,
+                                              const HeadFactors& f, HeadUpdate, u64 to) {
   const u32 channels = memory + 4 * at.first;
   float u[VECTOR];
   update_columns(u, memory, own_column(at), f);

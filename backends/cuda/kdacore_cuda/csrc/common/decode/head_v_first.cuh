@@ -9,7 +9,8 @@ struct HeadUpdate {
 };
 
 // Before the barrier: the sums over K, and the outputs of this warp's rows.
-__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors& f) {
+__device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pieces& pieces, u32 memory,
+                                               const HeadFactors& f) {
   const u32 channels = memory + 4 * at.channel;
   float q[VECTOR], k[VECTOR], ks[ROWS], qs[ROWS];
   read_floats(q, channels + OFFSET(HeadMemory, decayed_q));
@@ -33,8 +34,8 @@ __device__ __forceinline__ HeadUpdate multiply(const LanePosition& at, const Pie
 }
 
 // The state after the token, to device memory.
-__device__ __forceinline__ void store_updated(const LanePosition& at, const Pieces& pieces, u32 memory, const HeadFactors&, HeadUpdate update,
-                                              u64 to) {
+__device__ __forceinline__ void store_updated(const LanePosition& at, const Pieces& pieces, u32 memory,
+                                              const HeadFactors&, HeadUpdate update, u64 to) {
   const u32 channels = memory + 4 * at.channel;
   float d[VECTOR], k[VECTOR];
   read_floats(d, channels + OFFSET(HeadMemory, decay));

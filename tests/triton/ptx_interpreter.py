@@ -358,6 +358,11 @@ class Block:
 
     def convert(self, kinds: list[str], given: tuple[str, ...]) -> Lanes:
         to, source = kinds[-2], kinds[-1]
+        if to == "f16x2":
+            with np.errstate(all="ignore"):
+                halves = [self.get(x, np.float32).astype(np.float16).view(np.uint16) for x in given]
+            high, low = (half.astype(np.uint32) for half in halves)
+            return high << np.uint32(16) | low
         if to == "bf16x2":
             high, low = (_to_bf16(self.get(x, np.float32)).astype(np.uint32) for x in given)
             return high << np.uint32(16) | low

@@ -495,7 +495,7 @@ def test_another_gpu_than_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) 
     assert here.startswith("segments: 4 heads (up to 14 on 108 multiprocessors)") and ASSUMED not in here
 
 
-@pytest.mark.parametrize(("items", "slices"), [(1, 4), (33, 4), (34, 2), (66, 2), (67, 1), (8192, 1)])
+@pytest.mark.parametrize(("items", "slices"), [(1, 4), (33, 4), (34, 2), (264, 2), (265, 1), (8192, 1)])
 def test_blocks_of_a_head_of_the_fused_decode_step(items: int, slices: int) -> None:
     """As many as find a multiprocessor each."""
     assert chosen(decoding(items)).split == Split(slices, 1, True)

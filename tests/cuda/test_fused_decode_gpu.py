@@ -64,13 +64,14 @@ def check_on_gpu(inputs: DecodeInputs, op: str, **options: Any) -> Any:
 SIZES: dict[str, tuple[str, dict[str, Any], Split]] = {
     "B1 H32": (KDA, {"B": 1, "H": 32, "HV": 32}, Split(4, 1, True)),
     "B2 H32": (KDA, {"B": 2, "H": 32, "HV": 32}, Split(2, 1, True)),
-    "B8 H32": (KDA, {"B": 8, "H": 32, "HV": 32}, Split(1, 1, True)),
-    "B16 H6": (KDA, {"B": 16, "H": 6, "HV": 6}, Split(1, 1, True)),
+    "B9 H32": (KDA, {"B": 9, "H": 32, "HV": 32}, Split(1, 1, True)),
+    "B8 H32": (KDA, {"B": 8, "H": 32, "HV": 32}, Split(2, 1, True)),
+    "B16 H6": (KDA, {"B": 16, "H": 6, "HV": 6}, Split(2, 1, True)),
     "B1 H16 HV32": (GDN, {"B": 1, "H": 16, "HV": 32}, Split(4, 2, True)),
     "B2 H16 HV32": (GDN, {"B": 2, "H": 16, "HV": 32}, Split(2, 2, True)),
-    "B8 H16 HV32": (GDN, {"B": 8, "H": 16, "HV": 32}, Split(1, 2, True)),
+    "B9 H16 HV32": (GDN, {"B": 9, "H": 16, "HV": 32}, Split(1, 2, True)),
     "B4 H2 HV8": (GDN, {"B": 4, "H": 2, "HV": 8}, Split(2, 4, True)),
-    "B32 H2 HV8": (GDN, {"B": 32, "H": 2, "HV": 8}, Split(1, 4, True)),
+    "B34 H2 HV8": (GDN, {"B": 34, "H": 2, "HV": 8}, Split(1, 4, True)),
     "B4 H4 HV12": (GDN, {"B": 4, "H": 4, "HV": 12}, Split(1, 1)),
 }
 """Calls as models are served, and their division among blocks on 132 multiprocessors."""

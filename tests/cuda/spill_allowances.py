@@ -26,6 +26,10 @@ class Allowance(NamedTuple):
         )
 
 
+_OF_ANY_CALL = (
+    "two blocks of 256 threads leave 128 registers, 64 of them for the state, with what a sequence of several tokens "
+    "needs between two of them, of any dtypes and strides; not timed"
+)
 _MARKS = "where the next checkpoint lies, beside all that walks hold; what is needed once a chunk"
 
 ALLOWED = (
@@ -84,9 +88,9 @@ ALLOWED = (
     *(
         Allowance(spills, "sm_90a", f"sm90/gated_delta/{name}.cu", {"MARKS": 1} | macros, _MARKS)
         for name, macros, spills in (
-            ("walk_records", {"WARPGROUPS": 1}, 8),
-            ("walk_records", {"WARPGROUPS": 2}, 64),
-            ("walk_records_beside", {}, 8),
+            ("walk_records", {"WARPGROUPS": 1}, 16),
+            ("walk_records", {"WARPGROUPS": 2}, 72),
+            ("walk_records_beside", {}, 16),
             ("walk_first_segments", {}, 40),
             ("walk_later_segments", {}, 16),
         )
@@ -144,7 +148,7 @@ ALLOWED = (
         4,
         "sm_90a",
         "sm90/chunk_forward/chunk_forward.cu",
-        {"CLUSTER": 2, "BOUNDED": 1, "G_FLOAT": 1, "MANY_SHORT": 0},
+        {"CLUSTER": 2, "BOUNDED": 1, "G_FLOAT": 1, "MANY_SHORT": 0, "NARROW": None},
         "the warps that prepare slices hold a float32 g in twice the registers; not timed",
     ),
     *(
@@ -236,13 +240,54 @@ ALLOWED = (
                 "STATE_F16": f16,
                 "MODE": RecurrentMode.GENERAL,
             },
-            "two blocks of 256 threads leave 128 registers, 64 of them for the state, with what a sequence of several "
-            "tokens needs between two of them, of any dtypes and strides; not timed",
+            _OF_ANY_CALL,
         )
         for v_first, bf16, f16, spills in (
             *((0, 0, None, 72), (0, 1, None, 424), (0, 0, 1, 236)),
             *((1, 0, None, 192), (1, 1, None, 112), (1, 0, 1, 88)),
         )
+    ),
+    *(
+        Allowance(
+            spills,
+            arch,
+            "common/decode/decode.cu",
+            {
+                "K_DIM": K,
+                "V_FIRST": v_first,
+                "STATE_BF16": bf16,
+                "STATE_F16": f16,
+                "MODE": RecurrentMode.GENERAL,
+            },
+            _OF_ANY_CALL,
+        )
+        for arch, K, v_first, bf16, f16, spills in (
+            ("sm_90a", 64, 0, 0, 1, 36),
+            *(("sm_100f", 64, 0, *dtype) for dtype in ((0, None, 36), (1, None, 24), (0, 1, 24))),
+            *(("sm_100f", 128, 0, *dtype) for dtype in ((0, None, 188), (1, None, 264), (0, 1, 264))),
+            *(("sm_100f", 128, 1, *dtype) for dtype in ((0, None, 120), (1, None, 156), (0, 1, 156))),
+        )
+    ),
+    Allowance(
+        8,
+        "sm_90a",
+        "common/decode/decode_head.cu",
+        {"V_FIRST": 1, "MIN_BLOCKS": 5, "MODE": RecurrentMode.ONE_TOKEN_HEAD_GATE},
+        "five blocks of 128 threads leave 102 registers",
+    ),
+    Allowance(
+        20,
+        "sm_90a",
+        "sm90/chunk_forward/chunk_forward.cu",
+        {"CLUSTER": 2, "NARROW": 1},
+        "the head dims of the call, beside 120 registers of the warps that prepare slices",
+    ),
+    Allowance(
+        20,
+        "sm_90a",
+        "sm90/chunk_backward/scan_outputs.cu",
+        {"WARPGROUPS": 2, "NARROW": 1},
+        "the head dims of the call, where two warpgroups leave 232 registers",
     ),
 )
 WIDE = 32

@@ -260,6 +260,7 @@ def test_whole_states_or_halves() -> None:
     assert choice.walk_warpgroups(pack, 132) == 1
     assert choice.walk_warpgroups(dataclasses.replace(pack, T=6 * 512 - 1), 132) == 2
     assert choice.walk_warpgroups(dataclasses.replace(pack, N=1, HV=128), 132) == 2
+    assert choice.walk_warpgroups(dataclasses.replace(pack, HV=11, T=6), 132) == 1
 
 
 def test_the_gated_delta_rule_saves_operands_where_it_is_not_cut() -> None:

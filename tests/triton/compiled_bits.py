@@ -22,7 +22,7 @@ import torch
 import triton
 from decode_calls import GDN, KDA, MODEL, PARTS, UNBOUNDED, check, copied, draw, request_of, same_bits
 from ptx_interpreter import Block, Memory, Program, left_to_contract, parse
-from test_records import recurrent_call
+from test_candidate_records import recurrent_call
 
 from kdacore.types import Device, Request
 from kdacore_triton import aot, configs, decode, recurrent

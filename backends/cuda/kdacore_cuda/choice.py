@@ -288,7 +288,7 @@ def walk_warpgroups(r: Request, multiprocessors: int) -> int:
     """
     items = r.N * r.HV
     if r.packed and r.N > 1:
-        return 1 if r.B * r.T >= _LEAST_MEAN * r.N else 2
+        return 1 if 2 * items <= multiprocessors or r.B * r.T >= _LEAST_MEAN * r.N else 2
     return min((2, 1), key=lambda w: -(-2 * items // (w * multiprocessors)) * _WALK_CYCLES[w])
 
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-import decode_calls
+import decode_inputs
 import numpy as np
 import torch
 import triton
-from decode_calls import GDN, KDA, MODEL, PARTS, UNBOUNDED, check, copied, draw, request_of, same_bits
+from decode_inputs import GDN, KDA, MODEL, PARTS, UNBOUNDED, check, copied, draw, request_of, same_bits
 from ptx_interpreter import Block, Memory, Program, left_to_contract, parse
 from test_candidate_records import recurrent_call
 
@@ -155,7 +155,7 @@ def problems(case: Case) -> list[str]:
     """What is wrong with candidates by records: by the oracle, and by the bits of the calls that they replace."""
     run = Runner(case)
     x = case.draw()
-    vars(decode_calls)["run"] = run.forward
+    vars(decode_inputs)["run"] = run.forward
     check(case.op, copied(x), null_index=None, **case.options)
 
     speculating = copied(x)._replace(num_replayed=torch.zeros_like(x.num_replayed))

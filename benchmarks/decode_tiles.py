@@ -11,7 +11,7 @@ candidates by records, of which the call before has had all accepted.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,15 +19,15 @@ import torch
 
 import kdacore
 from kdacore import contract
-from kdacore.bench.clock import Budget, interleave
+from kdacore.bench import graphs
+from kdacore.bench.clock import Budget, Step, interleave
 from kdacore.contract.records import PARTS
 from kdacore.ops import OPS
 from kdacore_triton import decode, decode_tiles
 
 TAPS, CANDIDATES = 4, 4
-POOL_BYTES = 2**30
-"""States of all launches of a graph together: many times any L2."""
-REPLAYS = 3
+MOST_LAUNCHES = 64
+"""In a graph."""
 BOUND = 9e-3
 CHECKED = 6
 """Sequences that are held against the reference's."""
@@ -179,47 +179,24 @@ def check(name: str, case: Case, device: str) -> None:
         raise AssertionError(f"{name}: not the reference's: {wrong}")
 
 
-def capture(case: Case, x: Arrays, count: int) -> Callable[[], None]:
+def capture(case: Case, x: Arrays, count: int) -> Step:
     """Replays of a graph of ``count`` launches, each with rows of its own."""
     steps = []
     for i in range(count):
         rows: Arrays = {n: x[n] + i * case.B for n in ("state_indices", "record_indices") if n in x}
         steps.append({**x, **rows})
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a call does only once must not be captured
-        for _ in range(3):
-            step(case, steps[0])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [step(case, one) for one in steps]
-
-    def replay(_: Any = (steps, kept)) -> None:  # the graph reads and writes these
-        for _ in range(REPLAYS):
-            graph.replay()
-
-    return replay
-
-
-def seconds_of(replay: Callable[[], None], count: int) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    replay()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e-3 / (count * REPLAYS)
+    return graphs.record(lambda one: step(case, one), steps, warm_ups=3)
 
 
 def measure(name: str, case: Case, samples: int) -> None:
-    count = max(4, min(64, POOL_BYTES // case.bytes))
+    count = graphs.launches_of(case.bytes, MOST_LAUNCHES)
     x = draw(case, count * case.B, "cuda")
     replays = {}
     for variant, tile in VARIANTS.items():
         with tile_of(tile):
             check(f"{name}, {variant}", case, "cuda")
             replays[variant] = capture(case, x, count)
-    timings = interleave(replays, lambda replay: seconds_of(replay, count), Budget(samples, 20.0))
+    timings = interleave(replays, lambda replay: graphs.seconds_of(replay, count), Budget(samples, 20.0))
     times = "  ".join(f"{variant} {1e6 * t.median:7.2f}" for variant, t in timings.items())
     rate = 2 * case.bytes / timings["shipped"].median / 1e12
     goal = "" if case.aim is None else f"  aim {case.aim:g}"

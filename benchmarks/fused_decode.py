@@ -21,17 +21,12 @@ import torch
 from torch.nn.functional import silu
 
 import kdacore
-from kdacore.bench import results
-from kdacore.bench.clock import Budget, busy_seconds, interleave
+from kdacore.bench import graphs, results
+from kdacore.bench.clock import Budget, Step, busy_seconds, interleave
 from kdacore.bench.results import Figure, Results, Row
 
 PRESET = "fused-decode"
 K, TAPS = 128, 4
-POOL_BYTES = 2**30
-"""States of all launches of a graph together: many times any L2."""
-LAUNCHES = (4, 128)
-"""The least and the most launches in a graph."""
-REPLAYS = 3
 O_BOUND, STATE_BOUND = 9e-3, 6.6e-3
 CHECKED = 6
 """Sequences whose results are held against the reference's."""
@@ -181,39 +176,15 @@ def check(case: Case, name: str, call: Callable[[Arrays], torch.Tensor], device:
         raise AssertionError(f"{case.shape}: {name}: a row that no sequence names has changed")
 
 
-def capture(case: Case, call: Callable[[Arrays], Any], x: Arrays, count: int) -> Callable[[], None]:
-    """A step that replays a graph of ``count`` launches, each with rows of its own, :data:`REPLAYS` times."""
-    steps = [{**x, "state_indices": x["state_indices"] + i * case.B} for i in range(count)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a call does only once must not be captured
-        for _ in range(2):
-            call(steps[0])
-    torch.cuda.current_stream().wait_stream(side)
-    graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for step in steps:
-            kept.append(call(step))
-
-    def replay(_: Any = (steps, kept)) -> None:  # the graph reads and writes these
-        for _ in range(REPLAYS):
-            graph.replay()
-
-    return replay
-
-
-def seconds_of(step: Callable[[], None], count: int) -> float:
-    """Of one launch of the graph."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e-3 / (count * REPLAYS)
+def capture(case: Case, call: Callable[[Arrays], Any], x: Arrays, count: int) -> Step:
+    """A step that replays a graph of ``count`` launches, each with rows of its own."""
+    return graphs.record(
+        call, [{**x, "state_indices": x["state_indices"] + i * case.B} for i in range(count)]
+    )
 
 
 def measure(found: Results, name: str, case: Case, samples: int) -> None:
-    count = max(LAUNCHES[0], min(LAUNCHES[1], POOL_BYTES // case.state_bytes))
+    count = graphs.launches_of(case.state_bytes)
     x = draw(case, count * case.B, "cuda")
     q, k, v = split_channels(case, x["x"])
     calls: dict[str, Callable[[Arrays], torch.Tensor]] = {
@@ -224,7 +195,7 @@ def measure(found: Results, name: str, case: Case, samples: int) -> None:
     for whose in ("fused", "chain"):
         check(case, whose, calls[whose], "cuda")
     steps = {whose: capture(case, call, x, count) for whose, call in calls.items()}
-    timings = interleave(steps, lambda step: seconds_of(step, count), Budget(samples, 20.0))
+    timings = interleave(steps, lambda step: graphs.seconds_of(step, count), Budget(samples, 20.0))
     chosen = kdacore.explain(op_of(case), **x, **case.options, inplace_state=True, backend="cuda")
     form = chosen.candidate("cuda").form
     host = 1e6 * statistics.median(

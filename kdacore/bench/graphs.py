@@ -6,7 +6,7 @@ A single launch between two events pays for the events, and behind an L2 flush f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdacore.bench.arrays import Arrays
@@ -23,22 +23,30 @@ REPLAYS = 3
 
 def launches(case: Case) -> int:
     """How many launches it takes for their states to fill the pool."""
-    state = case.N * case.value_heads * case.K * case.V * 4
-    return max(LAUNCHES[0], min(LAUNCHES[1], POOL_BYTES // state))
+    return launches_of(case.N * case.value_heads * case.K * case.V * 4)
+
+
+def launches_of(state_bytes: int, most: int = LAUNCHES[1]) -> int:
+    """The same, up to ``most``, from the bytes of one launch's states."""
+    return max(LAUNCHES[0], min(most, POOL_BYTES // state_bytes))
 
 
 def capture(case: Case, call: Callable[[Arrays], Any], arrays: Arrays) -> Step:
     """A step that replays the graph :data:`REPLAYS` times. Every launch has a part of the pool to itself."""
-    import torch
-
     count = launches(case)
     pool = arrays["initial_state"].repeat(count, 1, 1, 1)
     rows = (slice(i * case.N, (i + 1) * case.N) for i in range(count))
-    steps = [{**arrays, "initial_state": pool[r]} for r in rows]
+    return record(call, [{**arrays, "initial_state": pool[r]} for r in rows])
+
+
+def record(call: Callable[[Arrays], Any], steps: Sequence[Arrays], warm_ups: int = 2) -> Step:
+    """A step that replays a graph of ``call`` on each of ``steps``, :data:`REPLAYS` times."""
+    import torch
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # what a call does only once must not be captured
-        for _ in range(2):
+        for _ in range(warm_ups):
             call(steps[0])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -58,14 +66,19 @@ class GraphClock:
     """Seconds of one launch."""
 
     def __init__(self, case: Case) -> None:
-        self._launches = launches(case) * REPLAYS
+        self._launches = launches(case)
 
     def __call__(self, step: Step) -> float:
-        import torch
+        return seconds_of(step, self._launches)
 
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e-3 / self._launches
+
+def seconds_of(step: Step, launches: int) -> float:
+    """Seconds of one launch of a step made by :func:`record`, whose graph has so many."""
+    import torch
+
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e-3 / (launches * REPLAYS)

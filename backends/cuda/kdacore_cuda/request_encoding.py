@@ -40,6 +40,32 @@ def token_flags(r: Request, dtypes: Mapping[str, str]) -> int:
     )
 
 
+def decoding_flags(r: Request, dtypes: Mapping[str, str]) -> int:
+    """Bits of ``flags`` of a recurrent or fused decode call: :func:`token_flags`, the gate, the dtypes of index arrays,
+    and which states are written."""
+    written, axes = r.written_indices if r.inplace_state else "", axes_of_written(r)
+    scatter = axes == 2 and (r.packed or r.T > 1)
+    return (
+        token_flags(r, dtypes)
+        | FLAGS["SCALAR_GATE"] * r.scalar_gate
+        | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
+        | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
+        | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
+        | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
+        | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
+    )
+
+
+def axes_of_written(r: Request) -> int:
+    """Of the array with the rows that are written, 0 without."""
+    return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
+
+
+def index_width(r: Request, name: str, axes: int) -> int:
+    """Rows that an index array of so many axes names for each sequence; 0 if it was not given."""
+    return axes if axes < 2 else r.spec(name).shape[1]
+
+
 def chunk_flags(r: Request) -> int:
     """Bits of ``flags`` of a chunk call: :func:`token_flags`, the layout and dtype of its states
     and of the indices into pools, and whether it clears rows that belong to no sequence."""

@@ -10,8 +10,16 @@ from kdacore_cuda.choice import RecurrentMode, Split, decode_split
 from kdacore_cuda.forms.choice_on_device import chosen, figures_of
 from kdacore_cuda.forms.decode import kernels
 from kdacore_cuda.forms.launches import ROWS, Launches, arguments_of
-from kdacore_cuda.kernel_parameters import DECODE, FLAGS, GATES, TYPES
-from kdacore_cuda.request_encoding import division, dtypes_of, items_for_choice, strides_behind, token_flags
+from kdacore_cuda.kernel_parameters import DECODE, GATES, TYPES
+from kdacore_cuda.request_encoding import (
+    axes_of_written,
+    decoding_flags,
+    division,
+    dtypes_of,
+    index_width,
+    items_for_choice,
+    strides_behind,
+)
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
@@ -67,8 +75,8 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         **dict.fromkeys(ROWS, row),
         **dict(zip(("tasks", "task_factor", "task_shift"), (tasks, *division(tasks)), strict=True)),
         "writes_keys": whole,
-        "indices_row": _width(r, "state_indices", r.state_indices_ndim),
-        "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
+        "indices_row": index_width(r, "state_indices", r.state_indices_ndim),
+        "writes_row": index_width(r, r.written_indices, axes_of_written(r)),
         "N": r.N,
         "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
         "z_whole": 1,
@@ -95,30 +103,9 @@ def strides_of(r: Request, strides: dict[str, tuple[int, ...]]) -> dict[str, int
     return found
 
 
-def _axes_of_written(r: Request) -> int:
-    """Of the array with the rows that are written, 0 without."""
-    return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
-
-
-def _width(r: Request, name: str, axes: int) -> int:
-    """Rows that an index array of so many axes names for each sequence; 0 if it was not given."""
-    return axes if axes < 2 else r.spec(name).shape[1]
-
-
 def _make_of_tokens(r: Request) -> dict[str, Any]:
     """The numbers :data:`_OF_TOKENS`, which depend on no lengths but the tokens of a sequence."""
     dtypes = dtypes_of(r)
-    written, axes = r.written_indices if r.inplace_state else "", _axes_of_written(r)
-    scatter = axes == 2 and (r.packed or r.T > 1)
-    flags = (
-        token_flags(r, dtypes)
-        | FLAGS["SCALAR_GATE"] * r.scalar_gate
-        | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
-        | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
-        | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
-        | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
-        | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
-    )
 
     def type_of(name: str) -> int:
         return TYPES[dtypes[name]] if name in dtypes else 0
@@ -128,8 +115,9 @@ def _make_of_tokens(r: Request) -> dict[str, Any]:
     values = (
         *(r.V * per_head, *division(r.HV // r.H), r.spec("conv_weight").shape[1] if has_conv else 0),
         *map(type_of, ("x", "conv_weight", "conv_bias", "z", "norm_weight")),
-        *(dtypes.get("conv_indices") == "int64", has_conv and r.inplace_state, axes == 2),
-        *(r.norm_activation == "silu", r.norm_eps, r.T, r.H, r.HV, r.null_index, GATES[r.gate], flags),
+        *(dtypes.get("conv_indices") == "int64", has_conv and r.inplace_state, axes_of_written(r) == 2),
+        *(r.norm_activation == "silu", r.norm_eps, r.T, r.H, r.HV, r.null_index, GATES[r.gate]),
+        decoding_flags(r, dtypes),
         *(*map(type_of, ("g", "beta", "dt_bias")), r.scale, r.lower_bound or 0.0),
     )
     return dict(zip(_OF_TOKENS, values, strict=True))

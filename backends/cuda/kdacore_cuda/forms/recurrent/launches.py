@@ -10,8 +10,15 @@ from kdacore_cuda.choice import RecurrentMode, recurrent_mode
 from kdacore_cuda.forms.launches import RESULTS, ROWS, STRIDES, TOKENS, Launches, arguments_of
 from kdacore_cuda.forms.recurrent import kernels
 from kdacore_cuda.forms.recurrent.record_numbers import RECORD_ARRAYS, RECORD_NUMBERS, numbers_of_records
-from kdacore_cuda.kernel_parameters import FLAGS, GATES, RECURRENT, TYPES
-from kdacore_cuda.request_encoding import contiguous_token_strides, division, dtypes_of, token_flags
+from kdacore_cuda.kernel_parameters import GATES, RECURRENT, TYPES
+from kdacore_cuda.request_encoding import (
+    axes_of_written,
+    contiguous_token_strides,
+    decoding_flags,
+    division,
+    dtypes_of,
+    index_width,
+)
 from kdacore_cuda.runtime.device_figures import arch_of
 from kdacore_cuda.runtime.plan_cache import FamilyCache
 from kdacore_cuda.runtime.program import Launch, Program
@@ -37,8 +44,8 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", usual if mode is None else mode
     numbers = {
         **common,
-        "indices_row": _width(r, "state_indices", r.state_indices_ndim),
-        "writes_row": _width(r, r.written_indices, _axes_of_written(r)),
+        "indices_row": index_width(r, "state_indices", r.state_indices_ndim),
+        "writes_row": index_width(r, r.written_indices, axes_of_written(r)),
         "N": r.N,
         "fills_device": r.N * r.HV >= kernels.FULL_DEVICE_ITEMS,
         "blocks": kernels.grid_blocks(r, kernels.recurrent_tile(*kind)),
@@ -50,30 +57,14 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     return Launches(_program_with_records(*kind), numbers, arch_of(r))
 
 
-def _axes_of_written(r: Request) -> int:
-    """Of the array with the rows that are written, 0 without."""
-    return (r.write_indices_ndim or r.state_indices_ndim) if r.inplace_state else 0
-
-
 def _make_of_tokens(r: Request) -> tuple[RecurrentMode, dict[str, Any]]:
     """The kernel for contiguous arrays, and the numbers :data:`_OF_TOKENS`."""
     dtypes = dtypes_of(r)
-    written, axes = r.written_indices if r.inplace_state else "", _axes_of_written(r)
-    scatter = axes == 2 and (r.packed or r.T > 1)
-    flags = (
-        token_flags(r, dtypes)
-        | FLAGS["SCALAR_GATE"] * r.scalar_gate
-        | FLAGS["INDEX64"] * (dtypes.get("state_indices") == "int64")
-        | FLAGS["ACCEPTED64"] * (dtypes.get("num_accepted_tokens") == "int64")
-        | FLAGS["WRITES64"] * (dtypes.get(written) == "int64")
-        | FLAGS["CLEAR_TAIL"] * (r.packed and "out" not in dtypes)
-        | FLAGS["SCATTER_TOKENS" if scatter else "INDEXED_OUT"] * (axes > 0)
-    )
     row = r.HV * r.K * r.V
     types = [TYPES[dtypes[x]] if x in dtypes else 0 for x in ("v", "g", "beta", "dt_bias")]
     values = (
         *(*contiguous_token_strides(r), row, row, *division(r.HV), *division(r.HV // r.H), r.T, r.H, r.HV),
-        *(r.null_index, GATES[r.gate], flags, *types, r.scale, r.lower_bound or 0.0),
+        *(r.null_index, GATES[r.gate], decoding_flags(r, dtypes), *types, r.scale, r.lower_bound or 0.0),
     )
     return recurrent_mode(r), dict(zip(_OF_TOKENS, values, strict=True))
 
@@ -96,8 +87,3 @@ def _program_with_records(K: int, v_first: bool, bf16_state: bool, mode: Recurre
     )
     numbers = (*_NUMBERS, *RECORD_NUMBERS, "record_blocks")
     return Program(steps, (*ARRAYS, *RECORD_ARRAYS, *RESULTS), numbers)
-
-
-def _width(r: Request, name: str, axes: int) -> int:
-    """Rows that an index array of so many axes names for each sequence; 0 if it was not given."""
-    return axes if axes < 2 else r.spec(name).shape[1]

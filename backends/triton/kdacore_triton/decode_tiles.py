@@ -43,6 +43,22 @@ def state_class(r: Request) -> str:
     return "float32" if r.state_dtype == "float32" else "bfloat16"
 
 
+def recurrent_config(r: Request) -> configs.Config:
+    """The configuration of the recurrent kernel without records.
+
+    It does not depend on the number of tokens: more tokens may change no bit of an earlier output.
+    """
+    return configs.get(
+        "recurrent",
+        r.device.arch,
+        K=r.K,
+        V=r.V,
+        rows=configs.MANY if r.batch_invariant else r.N * r.HV,
+        state=state_class(r),
+        v_first=r.state_v_first,
+    )
+
+
 def decode_tile(r: Request) -> Tile:
     """The tile of a request.
 
@@ -51,15 +67,7 @@ def decode_tile(r: Request) -> Tile:
     is over all of v, as far as registers suffice.
     """
     if r.op.startswith("fused_recurrent"):
-        config = configs.get(
-            "recurrent",
-            r.device.arch,
-            K=r.K,
-            V=r.V,
-            rows=configs.MANY if r.batch_invariant else r.N * r.HV,
-            state=state_class(r),
-            v_first=r.state_v_first,
-        )
+        config = recurrent_config(r)
         return Tile(min(config["BV"], padded(r.V)), config["num_warps"])
     KP = padded(r.K)
     BV = min(padded(r.V), MAX_TILE // KP)

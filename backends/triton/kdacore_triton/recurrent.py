@@ -15,7 +15,7 @@ import torch
 from kdacore.arrays.torch.private import allocator
 from kdacore.types import FastCall, Outputs, RecurrentInputs, Request
 from kdacore_triton import configs, decode
-from kdacore_triton.decode_tiles import state_class
+from kdacore_triton.decode_tiles import recurrent_config
 from kdacore_triton.gate_families import GATES, beta_kind
 from kdacore_triton.kernel_options import INTERPRETING
 from kdacore_triton.kernels import recurrent as kernels
@@ -192,16 +192,7 @@ class RecurrentLaunch:
         self.prepared: Callable[[list[Any]], None] | None = None
         x = x._replace(**{name: getattr(x, name).contiguous() for name in self.copied})
         one = r.T == 1 and not r.packed
-        # The choice must not depend on the number of tokens: more tokens may change no bit of an earlier output.
-        config = configs.get(
-            "recurrent",
-            r.device.arch,
-            K=r.K,
-            V=r.V,
-            rows=configs.MANY if r.batch_invariant else r.N * r.HV,
-            state=state_class(r),
-            v_first=r.state_v_first,
-        )
+        config = recurrent_config(r)
         BV = min(config["BV"], next_power_of_2(r.V))
         programs = r.HV * cdiv(r.V, BV)
         tail = r.packed and x.out is None

@@ -1,5 +1,5 @@
-"""``chunk_gated_delta_rule`` with records made while others are walked, beside the walks or within the blocks that
-walk, emulated on the CPU: the bits of the launches one after the other, flags, the order of units, which calls."""
+"""``chunk_gated_delta_rule`` with records made beside the walks, emulated on the CPU: the bits of the launches one
+after the other, flags, the order of units, which calls."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def records_call(monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, **options
 
 
 def flags_of(call: FormCall) -> torch.Tensor:
-    """One row a record, and what is behind them: the counter of tickets, if there is one."""
+    """One row a record."""
     at, units = int(call.numbers["flags_at"]), int(call.made.buffers["workspace"])
     return call.workspace[at:units].view(torch.int64)
 

@@ -76,7 +76,12 @@ def never(r: Request) -> bool:
 
 
 def forward(of_size: Forward, in_place: Callable[[Request], bool] = never) -> Forward:
-    """A forward for calls of any head dims, given that of the kernels' own, and which calls those serve as they are."""
+    """A forward for calls of any head dims.
+
+    Args:
+        of_size: the forward of the head dims that have kernels.
+        in_place: whether it takes a call of other head dims without change.
+    """
 
     @wraps(of_size)
     def fitted(request: Request, inputs: Any) -> Outputs:

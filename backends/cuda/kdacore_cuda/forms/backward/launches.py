@@ -112,7 +112,7 @@ def _scan_of(
 ) -> tuple[int | Walks, dict[str, int], dict[str, int]]:
     """The scan: warpgroups of the kernel for whole sequences, or walks of segments; its numbers; bytes of the arrays
     that it needs beside the common workspace."""
-    walked = kernel_request(r)  # whose value heads are blocks of the call's
+    walked = kernel_request(r)  # with V > 128: each block of 128 values is a value head
     items, heads = walked.N * walked.HV, items_for_choice(walked)
     if saved == "operands":  # of the scan's blocks the reverse ones come first
         warpgroups = kernels.walk_warpgroups(heads, multiprocessors)

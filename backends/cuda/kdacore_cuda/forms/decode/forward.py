@@ -87,7 +87,7 @@ def _readable(r: Request, inputs: DecodeInputs) -> tuple[DecodeInputs, Layout | 
     out = inputs.out
     if out is not None and not (out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0):
         changed["out"] = torch.empty_like(out, memory_format=torch.contiguous_format)
-        if r.packed:  # rows of no sequence are left as they are
+        if r.packed:  # rows behind the last sequence keep what out held
             changed["out"].copy_(out)
     given = inputs._replace(**changed) if changed else inputs
     strided = [getattr(given, name) for name in STRIDED]

@@ -19,7 +19,10 @@ from kdacore_cuda.runtime.program import Launch, Program, Value
 
 def launches_of(r: Request) -> Launches:
     """The launches of a call that this form serves."""
-    numbers, walked = chunk_numbers(r), kernel_request(r)  # whose value heads are blocks of the call's
+    numbers, walked = (
+        chunk_numbers(r),
+        kernel_request(r),
+    )  # with V > 128: each block of 128 values is a value head
     units, items = numbers["units"], items_for_choice(walked)
     warpgroups = kernels.walk_warpgroups(items, multiprocessors_of(r))
     places, size = saved_buffer(units, numbers["value_blocks"])

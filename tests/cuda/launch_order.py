@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 _WAIT = re.compile(r"\bACQBULK\b")
-# SYNCS.CCTL is a cluster's barriers becoming visible, in shared memory.
+# SYNCS.CCTL is a cluster's barriers becoming visible, in shared memory. CCTL.IVALL, which follows the wait for a
+# cluster, drops what the L1 holds and reads nothing.
 _MEMORY = re.compile(
-    r"(?<!SYNCS\.)\b(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b"
+    r"(?<!SYNCS\.)\b(?!CCTL\.IVALL)(LDG|STG|LDGSTS|UBLKCP|UBLKPF|UBLKRED|UTMALDG|RED|REDG|ATOM|ATOMG|LD|ST|CCTL)\b"
 )
 
 

@@ -30,7 +30,12 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def products(kernel: KernelSource) -> set[str]:
     """The matrix instructions a kernel has to have: none, a warp's, a warpgroup's, or both."""
     folder, _, name = kernel.path.rpartition("/")
-    if folder == "common/recurrent" or name in ("sums.cu", "gate_sums.cu", "groups.cu", "checkpoint_tail.cu"):
+    if folder in ("common/recurrent", "common/decode") or name in (
+        "sums.cu",
+        "gate_sums.cu",
+        "groups.cu",
+        "checkpoint_tail.cu",
+    ):
         return set()
     if folder.startswith("common/"):
         return {WARP, WARPGROUP} if dict(kernel.defines).get("WARPGROUP") else {WARP}

@@ -33,6 +33,7 @@ from jax_emulation import Device
 from pool_checks import pool_of, same_bits
 from test_jax_gated_delta import check_launches
 
+from kdacore.calls.values import Shape
 from kdacore.testing import matrix
 from kdacore.testing.cases import Case
 from kdacore.testing.serving import judge
@@ -45,7 +46,7 @@ from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_reference.oracle import oracle_backward
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
-DIMS = [(64, 64), (128, 64), (48, 32), (16, 112), (96, 80)]
+DIMS = [(64, 64), (128, 64), (48, 32), (32, 112), (96, 80)]
 SQUARE, MORE = DIMS[0], pytest.mark.exhaustive
 WALK = ["chunk_records", "walk_records"]
 
@@ -258,7 +259,7 @@ def test_gradients_of_states(
     check_gradients(among_nans(inputs), state_v_first=v_first, **MODEL)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (16, 112)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (32, 112)], ids=str)
 def test_gradients_of_a_padded_pack(emulated: list[str], warpgroups: int, dims: tuple[int, int]) -> None:
     lengths = (0, 1, 31, 64, 65, 0, 40)
     inputs = pack(lengths, 40, dims=dims, initial_state=state(7, 2, matrix=dims))
@@ -310,7 +311,7 @@ def suite(**changes: Any) -> list[Case]:
     planned = matrix.plan(NAME, device="cpu", kinds=("torch",)).cases
     cases = [c for c in planned if (c.op, c.mode, c.dtype) == (OP, "eager", "bfloat16")]
     found = [c for c in (dataclasses.replace(c, **changes) for c in cases) if not judge(c)]
-    assert {c.shape.K for c in found} == {16} and len(found) > 100
+    assert {c.shape.K for c in found} == {fitted_head_dims.LEAST_K} and len(found) > 100
     return found
 
 
@@ -331,6 +332,41 @@ def test_every_conformance_case(emulated: list[str], dtype: str) -> None:
         run_emulated(suite(dtype=dtype), emulated, "chunk_records")
 
 
+def reflecting(K: int) -> Case:
+    """Betas up to 2 and gates that hardly decay: nothing that was rounded is forgotten."""
+    return Case(
+        op=OP,
+        kind="torch",
+        device="cpu",
+        check="accuracy",
+        backend=NAME,
+        dtype="bfloat16",
+        state_dtype="float32",
+        shape=Shape(B=1, T=112, H=1, HV=3, K=K, V=32),
+        gates="slow",
+        A_log=True,
+        dt_bias="matrix",
+        initial_state=True,
+        options=(
+            ("allow_neg_eigval", True),
+            ("lower_bound", -1.0),
+            ("output_final_state", True),
+            ("safe_gate", True),
+            ("use_beta_sigmoid_in_kernel", True),
+            ("use_gate_in_kernel", True),
+        ),
+        factor=2.0,
+    )
+
+
+def test_negative_eigenvalues_of_few_channels(emulated: list[str]) -> None:
+    """The contract's bound holds for as few channels as are served. With 16, states were wrong by 7e-3 (random calls
+    1003 and 1179)."""
+    with registered(OP):
+        run_emulated([reflecting(fitted_head_dims.LEAST_K)], emulated, "chunk_records")
+        assert [reason.code for reason in judge(reflecting(16))] == ["head_dim"]
+
+
 # --- which kernels -------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +374,7 @@ def test_which_dims_have_kernels() -> None:
     def fitted(K: int, V: int) -> bool:
         return fitted_head_dims.is_fitted(request_of(OP, draw(20, dims=(K, V)), **MODEL))
 
-    assert not any(fitted(K, V) for K, V in [(128, 128), (64, 64), (16, 16), (48, 112)])
+    assert not any(fitted(K, V) for K, V in [(128, 128), (64, 64), (32, 16), (48, 112)])
     assert all(fitted(K, V) for K, V in [(100, 96), (96, 104), (8, 64), (64, 8), (128, 256), (256, 64)])
 
 

@@ -1,6 +1,6 @@
 """Calls of ``chunk_kda`` and ``chunk_gated_delta_rule`` whose head dims no kernel has, as calls with K = V = 128.
 
-Kernels of ``chunk_gated_delta_rule`` have K and V up to 128 that are multiples of 16, and so have some forms of
+Kernels of ``chunk_gated_delta_rule`` have K from 32 and V up to 128 that are multiples of 16, and so have some forms of
 ``chunk_kda``, which also split values themselves: :mod:`kdacore_cuda.forms.own_head_dims`.
 
 Channels of q and k are filled up with zeros, which neither norms nor products notice; values too, and wider values
@@ -20,6 +20,10 @@ from kdacore_cuda.architectures import HEAD_DIMS
 
 SIZE, SECTOR = 128, 16
 """Elements of a head that kernels have; those of 32 bytes, which two copies read together."""
+LEAST_K = 32
+"""Channels of q and k. The fewer channels keys have, the more those of a chunk overlap, and what a token adds to a
+state is rounded to 16 bits: with 16 channels, betas up to 2 and gates that hardly decay, final states are wrong by
+7e-3, where the contract allows 6.6e-3 (docs/lab/cuda-gated-delta.md)."""
 Forward = Callable[[Request, Any], Outputs]
 Backward = Callable[[Request, ChunkInputs, tuple[Any, ...], OutputGrads], InputGrads]
 
@@ -34,7 +38,7 @@ def is_fitted(r: Request) -> bool:
 def _has_kernels(r: Request, backward: bool) -> bool:
     """Whether kernels read and write a call's arrays as they are; those of the backward too."""
     if r.op == "chunk_gated_delta_rule":
-        return max(r.K, r.V) <= SIZE and r.K % SECTOR == r.V % SECTOR == 0
+        return LEAST_K <= r.K and max(r.K, r.V) <= SIZE and r.K % SECTOR == r.V % SECTOR == 0
     return r.K == r.V and (r.K == SIZE or (r.K in HEAD_DIMS and not backward))
 
 

@@ -176,7 +176,7 @@ def chunk_head_dims(request: Request) -> Reason | None:
     return None
 
 
-_OWN_DIMS = "multiples of 16 up to 128"
+_OWN_DIMS = "multiples of 16 up to 128, K from 32"
 _WANTED = {False: "K 64 to 128, V 64 or more", True: f"{_OWN_DIMS}; or K 64 to 128, V 64 or more"}
 """By whether there is one decay a head."""
 

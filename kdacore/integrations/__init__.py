@@ -81,8 +81,12 @@ _HOSTS: dict[str, _Host] = {
             "fused_recurrent_kda_packed_decode",
             "glm_chunk_kda_with_fused_gate",
             "glm_fused_recurrent_kda",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            "fused_sigmoid_gating_delta_rule_update",
+            "fused_recurrent_gated_delta_rule",
         ),
-        lambda _: "vllm.models.kimi_k3 and vllm.models.glm5next",
+        lambda _: "the KDA and GDN layers of vllm",
     ),
 }
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 Verdict = tuple[bool, "str | None"]
 """Whether kdacore takes a call, and if not, why."""
 
+Unread = Any
+"""Annotates an argument of a host that its results do not depend on."""
+
 _TAKEN: Verdict = True, None
 _MAX_SEEN = 8
 _MAX_REFUSED = 1024
@@ -41,7 +44,8 @@ class Handover:
 
     Args:
         translate: has the host's signature and returns the call of kdacore that does the same. Parameters annotated
-            as tensors are arrays, the others options; those annotated as ``torch.dtype`` decide nothing here.
+            as tensors are arrays, the others options; those annotated as ``torch.dtype`` or :data:`Unread` decide
+            nothing here.
         hook: its counts.
         is_active: whether the integration takes any call at present.
         why_left: asked of a call that kdacore would serve, with its selection and the host's arguments: why it is left
@@ -196,7 +200,7 @@ def _splitter(translate: Callable[..., Any]) -> tuple[Callable[..., tuple[Any, A
     arrays = [p.name for p in parameters if "Tensor" in str(p.annotation)]
     options = []
     for p in parameters:
-        if p.name not in arrays and p.annotation != "torch.dtype":
+        if p.name not in arrays and p.annotation not in ("torch.dtype", "Unread"):
             # What must be None is anything else otherwise: its presence decides.
             options.append(f"{p.name} is not None" if p.annotation == "None" else p.name)
     declared = []

@@ -16,6 +16,7 @@ from typing import Any
 FACTS = Path(__file__).with_name("published_signatures.json")
 
 _VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
+_VLLM_FLA = "vllm/third_party/flash_linear_attention/ops/{}.py"
 _SGLANG_CLASS = "sglang/srt/layers/attention/linear/kernels/kda_triton.py"
 FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
@@ -26,6 +27,12 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         _VLLM_KDA.format("glm5next", "kernels"): ("chunk_kda_with_fused_gate", "fused_recurrent_kda"),
         "vllm/models/kimi_k3/nvidia/kda.py": ("_flashkda_prefill",),
+        _VLLM_FLA.format("chunk"): ("chunk_gated_delta_rule",),
+        _VLLM_FLA.format("fused_recurrent"): (
+            "fused_recurrent_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+        ),
+        _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
     },
     "sglang": {
         _SGLANG_CLASS: tuple(
@@ -35,6 +42,13 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Functions by the file that defines them."""
+IMPORTS: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",
+        "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py",
+    ),
+}
+"""Files that look functions up among their own names, having imported them from :data:`FUNCTIONS`' packages."""
 CONSTANTS = {
     "vllm": {
         "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
@@ -60,7 +74,18 @@ def read(wheel: Path) -> dict[str, Any]:
             tree = ast.parse(archive.read(file))
             for name in names:
                 found["constants"][f"{file}::{name}"] = _constant(tree, name)
+        if engine in IMPORTS:
+            defined = {name for names in FUNCTIONS[engine].values() for name in names}
+            found["imports"] = {f: _imported(ast.parse(archive.read(f)), defined) for f in IMPORTS[engine]}
     return found
+
+
+def _imported(tree: ast.Module, names: set[str]) -> dict[str, str]:
+    """Functions of these names that a module imports at its top, by its own names for them."""
+    statements = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
+    return {
+        a.asname or a.name: f"{n.module}.{a.name}" for n in statements for a in n.names if a.name in names
+    }
 
 
 def _definition(tree: ast.Module, name: str) -> ast.FunctionDef:

@@ -46,12 +46,17 @@ VLLM = {
     "fused_recurrent_kda_packed_decode": "fused_recurrent_kda_packed_decode",
     "glm_chunk_kda_with_fused_gate": "glm5next/nvidia/ops/third_party/kda/kernels.py::chunk_kda_with_fused_gate",
     "glm_fused_recurrent_kda": "glm5next/nvidia/ops/third_party/kda/kernels.py::fused_recurrent_kda",
+    "chunk_gated_delta_rule": "ops/chunk.py::chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "ops/fused_recurrent.py::fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode": "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_sigmoid_gating_delta_rule_update": "fused_sigmoid_gating_delta_rule_update",
 }
+TRANSLATORS = {t.__name__: t for functions in vllm.REPLACED.values() for t in functions.values()}
 
 
 @pytest.mark.parametrize("name", VLLM)
 def test_vllm(name: str) -> None:
-    assert signature(getattr(vllm_arguments, name))[1:] == published("vllm", VLLM[name])[1:] or (
+    assert signature(TRANSLATORS[name])[1:] == published("vllm", VLLM[name])[1:] or (
         # vLLM declares None as the default of an argument that it cannot do without.
         name == "glm_fused_recurrent_kda"
         and names_and_kinds(signature(vllm_arguments.glm_fused_recurrent_kda))
@@ -60,7 +65,15 @@ def test_vllm(name: str) -> None:
 
 
 def test_every_translation_for_vllm_is_compared() -> None:
-    assert {t for functions in vllm.REPLACED.values() for t in functions.values()} == set(VLLM)
+    assert set(TRANSLATORS) == set(VLLM)
+
+
+@pytest.mark.parametrize("file", PUBLISHED["vllm"]["imports"])
+def test_vllm_looks_functions_up_where_they_are_replaced(file: str) -> None:
+    module = file.removesuffix(".py").replace("/", ".")
+    imported = {name: full.rpartition(".")[2] for name, full in PUBLISHED["vllm"]["imports"][file].items()}
+    replaced = {name: VLLM[t.__name__].rpartition("::")[2] for name, t in vllm.REPLACED[module].items()}
+    assert replaced == imported
 
 
 @pytest.mark.parametrize("name", sglang.METHODS)

@@ -17,6 +17,7 @@ from kdacore.compat.call import Call
 from kdacore.integrations import later_imports
 from kdacore.integrations import vllm_arguments as kda
 from kdacore.integrations import vllm_gdn_arguments as gdn
+from kdacore.integrations import vllm_ling_arguments as ling
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
 
@@ -42,6 +43,11 @@ REPLACED: dict[str, dict[str, Translator]] = {
     f"{_GDN_LAYERS}.olmo_gdn_linear_attn": {
         "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
         "fused_recurrent_gated_delta_rule": gdn.fused_recurrent_gated_delta_rule,
+    },
+    "vllm.model_executor.models.bailing_moe_v3": {
+        "chunk_kda": ling.ling_chunk_kda,
+        "fused_recurrent_kda": ling.ling_fused_recurrent_kda,
+        "fused_recurrent_kda_fwd": ling.ling_fused_recurrent_kda_fwd,
     },
 }
 """The functions that are replaced and what translates their arguments, by the module that they are looked up in."""

@@ -16,9 +16,7 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
-
-NULL_BLOCK = 0
-"""The row of the pool that vLLM gives to padding."""
+from kdacore.integrations.vllm_pools import NULL_BLOCK, of_each_sequence, packed_heads, required
 
 
 def _options(lower_bound: float | None) -> dict[str, Any]:
@@ -171,11 +169,6 @@ def fused_recurrent_kda(
     return Call("fused_recurrent_kda", arguments)
 
 
-def of_each_sequence(x: Tensor, N: int) -> Tensor:
-    """The first N entries of an index array, which may have more."""
-    return x if x.shape[0] == N else x[:N]
-
-
 def fused_recurrent_kda_packed_decode(
     mixed_qkv: Tensor,
     raw_g: Tensor,
@@ -210,32 +203,6 @@ def fused_recurrent_kda_packed_decode(
         "out": None if out is None else out.transpose(0, 1),
     }
     return Call("fused_recurrent_kda", arguments, lambda result: (result[0].transpose(0, 1), result[1]))
-
-
-def packed_heads(mixed_qkv: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``: q and k ``[B, 1, H, K]``, v ``[B, 1, HV, V]``.
-
-    Raises:
-        ContractError: the columns do not divide into the heads of ``pool`` ``[rows, HV, V, K]``.
-    """
-    _, HV, V, K = pool.shape
-    B, D = mixed_qkv.shape
-    H, rest = divmod(D - HV * V, 2 * K)
-    if rest or H <= 0:
-        raise ContractError("packed decode", "mixed_qkv", f"{D} columns", f"2*H*{K} + {HV * V} columns")
-    q, k, v = mixed_qkv.split((H * K, H * K, HV * V), dim=1)
-    return q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V)
-
-
-def required(op: str, name: str, x: Tensor | None) -> Tensor:
-    """An array that vLLM declares optional and cannot do without.
-
-    Raises:
-        ContractError: it is None.
-    """
-    if x is None:
-        raise ContractError(op, name, "None", "an array")
-    return x
 
 
 # --- GLM-5: other signatures for the same -------------------------------------------------------------------------

@@ -7,14 +7,12 @@ Qwen3-Next, Qwen3.5 and OLMo-Hybrid call them. Each function here has the signat
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.handover import Unread
-from kdacore.integrations.vllm_arguments import NULL_BLOCK, of_each_sequence, packed_heads, required
+from kdacore.integrations.vllm_pools import NULL_BLOCK, in_pool, packed_heads, required
 
 _SOFTPLUS = {"beta": 1.0, "threshold": 20.0}
 """The softplus of kdacore's gate, in the arguments that vLLM has for it."""
@@ -76,9 +74,7 @@ def fused_recurrent_gated_delta_rule(
     sigmoid. Returns ``(o, pool)``."""
     op = "fused_recurrent_gated_delta_rule"
     arguments = {
-        **_in_pool(
-            op, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens
-        ),
+        **in_pool(op, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens),
         "q": q,
         "k": k,
         "v": v,
@@ -120,9 +116,7 @@ def fused_sigmoid_gating_delta_rule_update(
         if got != _SOFTPLUS[name]:
             raise ContractError(op, name, str(got), str(_SOFTPLUS[name]))
     arguments = {
-        **_in_pool(
-            op, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens
-        ),
+        **in_pool(op, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens),
         "q": q,
         "k": k,
         "v": v,
@@ -136,33 +130,6 @@ def fused_sigmoid_gating_delta_rule_update(
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
     }
     return Call("fused_recurrent_gated_delta_rule", arguments)
-
-
-def _in_pool(
-    op: str,
-    initial_state: Tensor | None,
-    inplace_final_state: bool,
-    cu_seqlens: Tensor | None,
-    ssm_state_indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-) -> dict[str, Any]:
-    """Arguments of a call whose sequences have rows of a pool. The index arrays may be longer than their number."""
-    if not inplace_final_state:
-        raise ContractError(op, "inplace_final_state", "False", "True: states are written in place")
-    offsets = required(op, "cu_seqlens", cu_seqlens)
-    N = offsets.shape[0] - 1
-    return {
-        "initial_state": required(op, "initial_state", initial_state),
-        "cu_seqlens": offsets,
-        "state_indices": of_each_sequence(required(op, "ssm_state_indices", ssm_state_indices), N),
-        "num_accepted_tokens": None
-        if num_accepted_tokens is None
-        else of_each_sequence(num_accepted_tokens, N),
-        "null_index": NULL_BLOCK,
-        "inplace_state": True,
-        "output_final_state": True,
-        "state_v_first": True,
-    }
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(

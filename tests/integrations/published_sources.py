@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "fused_recurrent_gated_delta_rule_packed_decode",
         ),
         _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
+        _VLLM_FLA.format("kda"): ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     },
     "sglang": {
         _SGLANG_CLASS: tuple(
@@ -46,6 +47,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "vllm": (
         "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",
         "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py",
+        "vllm/model_executor/models/bailing_moe_v3.py",
     ),
 }
 """Files that look functions up among their own names, having imported them from :data:`FUNCTIONS`' packages."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import fake_vllm
 import pytest
 import torch
-from fake_vllm import BY_VLLM, PUBLISHED, Counts, packages, source
+from fake_vllm import BY_VLLM, Counts, close, packages, paged_pool, recurrence
 
 import kdacore
 
@@ -25,11 +26,7 @@ H, HV, K, V = 2, 4, 16, 16
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The modules of both layers."""
-    sources = {}
-    for file, names in PUBLISHED["imports"].items():
-        functions = [source(name, f"::{full.rpartition('.')[2]}") for name, full in names.items()]
-        sources[file.removesuffix(".py").replace("/", ".")] = "\n".join(functions)
-    with packages(tmp_path_factory.mktemp("gdn"), sources) as modules:
+    with packages(tmp_path_factory.mktemp("gdn"), fake_vllm.layers()) as modules:
         yield modules
 
 
@@ -87,35 +84,11 @@ class Tokens:
         norm: bool = True,
         beta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``o [tokens, HV, V]`` and the state ``[HV, V, K]`` after sequence n, step by step in float64."""
+        """``o`` and the state after sequence n, or its first ``tokens`` tokens."""
         here = self.rows(n, tokens)
-        q, k, v = (x[0, here].double() for x in self.qkv.values())
-        if norm:
-            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        q, k = (x.repeat_interleave(HV // H, dim=1) for x in (q * K**-0.5, k))
-        decay = self.decay[0, here].double().exp()
-        rate = (self.b.double().sigmoid() if beta is None else beta[0].double())[here]
-        S, o = state.double().clone(), []
-        for t in range(q.shape[0]):
-            S = S * decay[t][:, None, None]
-            error = v[t] - torch.einsum("hvk,hk->hv", S, k[t])
-            S = S + rate[t][:, None, None] * error[:, :, None] * k[t][:, None, :]
-            o.append(torch.einsum("hvk,hk->hv", S, q[t]))
-        return torch.stack(o) if o else torch.empty(0, HV, V), S
-
-
-def paged_pool(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows that lie far apart, with NaN between them and in row 0."""
-    memory = torch.full((rows, 3 * HV * V * K), torch.nan, dtype=dtype)
-    pool = memory[:, : HV * V * K].unflatten(-1, (HV, V, K))
-    pool[1:] = torch.randn(rows - 1, HV, V, K).to(dtype)
-    return pool
-
-
-def close(got: torch.Tensor, want: torch.Tensor, bound: float = 2e-5) -> None:
-    x, y = got.double(), want.double()
-    assert x.shape == y.shape and torch.isfinite(x).all()
-    assert (x - y).norm() <= bound * y.norm()
+        rate = self.b.double().sigmoid()[None] if beta is None else beta
+        arrays = (*self.qkv.values(), self.decay, rate)
+        return recurrence(*(x[0, here] for x in arrays), state, norm=norm)
 
 
 def chunk_arguments(x: Tokens, states: torch.Tensor, **more: Any) -> dict[str, Any]:
@@ -172,7 +145,7 @@ def test_lists_of_chunks_decide_nothing(qwen: Any) -> None:
 
 
 def test_packed_decode(qwen: Any) -> None:
-    x, pool, counts = Tokens(1, 1, 1, 1), paged_pool(5), Counts(PACKED)
+    x, pool, counts = Tokens(1, 1, 1, 1), paged_pool(5, HV, V, K), Counts(PACKED)
     before, rows = pool.clone(), torch.tensor([3, 0, 1, 0], dtype=torch.int32)
     out = torch.full((4, 1, HV, V), 7.0)
     with kdacore.record_selections() as ran:
@@ -193,7 +166,7 @@ def test_packed_decode(qwen: Any) -> None:
 
 def test_decodes_in_a_batch_with_prefills(qwen: Any) -> None:
     """One token each; the indices are those of the whole batch, prefills behind the decodes."""
-    x, pool, counts = Tokens(1, 1, 1), paged_pool(6), Counts(UPDATE)
+    x, pool, counts = Tokens(1, 1, 1), paged_pool(6, HV, V, K), Counts(UPDATE)
     before, rows = pool.clone(), torch.tensor([4, 0, 2, 5, 1], dtype=torch.int32)
     o, _ = qwen.fused_sigmoid_gating_delta_rule_update(
         **x.raw, **x.qkv, initial_state=pool, inplace_final_state=True, cu_seqlens=x.offsets,
@@ -210,7 +183,7 @@ def test_decodes_in_a_batch_with_prefills(qwen: Any) -> None:
 @pytest.mark.parametrize("function", [UPDATE, "fused_recurrent_gated_delta_rule"])
 def test_drafted_tokens(layers: dict[str, Any], function: str) -> None:
     """A padded pack; sequences go on from the row of the last accepted token. OLMo's beta goes to 2."""
-    x, pool, counts = Tokens(3, 2, 1, padding=4), paged_pool(8), Counts(function)
+    x, pool, counts = Tokens(3, 2, 1, padding=4), paged_pool(8, HV, V, K), Counts(function)
     before = pool.clone()
     beta = 2 * x.b.float().sigmoid()[None] if function != UPDATE else None
     given = x.raw if beta is None else {"g": x.decay, "beta": beta}
@@ -247,7 +220,7 @@ def decoding(x: Tokens, pool: torch.Tensor, **changed: Any) -> dict[str, Any]:
     ],
 )
 def test_vllm_computes_what_is_declined(qwen: Any, changed: dict[str, Any], reason: str) -> None:
-    x, pool, counts = Tokens(1, 1), paged_pool(3), Counts(UPDATE)
+    x, pool, counts = Tokens(1, 1), paged_pool(3, HV, V, K), Counts(UPDATE)
     before = pool.clone()
     call = decoding(x, pool, **changed)
     if "window" in changed:  # an argument of a later vLLM
@@ -261,7 +234,7 @@ def test_vllm_computes_what_is_declined(qwen: Any, changed: dict[str, Any], reas
 
 def test_a_beta_for_each_channel_is_declined(olmo: Any) -> None:
     x, counts = Tokens(1, 1), Counts("fused_recurrent_gated_delta_rule")
-    call = decoding(x, paged_pool(3))
+    call = decoding(x, paged_pool(3, HV, V, K))
     for beta in (None, torch.ones(1, 2, HV, V)):
         assert olmo.fused_recurrent_gated_delta_rule(g=x.decay, beta=beta, **call) == BY_VLLM
         assert "beta" in counts.reason
@@ -277,7 +250,7 @@ def test_a_buffer_for_the_output_of_prefill_is_declined(qwen: Any) -> None:
 
 def test_columns_that_are_no_heads_are_declined(qwen: Any) -> None:
     x, counts = Tokens(1, 1), Counts(PACKED)
-    call = {**x.raw, "scale": 0.25, "initial_state": paged_pool(3), "out": torch.empty(2, 1, HV, V)}
+    call = {**x.raw, "scale": 0.25, "initial_state": paged_pool(3, HV, V, K), "out": torch.empty(2, 1, HV, V)}
     assert qwen.fused_recurrent_gated_delta_rule_packed_decode(
         mixed_qkv=x.mixed[:, :-1], ssm_state_indices=torch.tensor([1, 2]), **call
     ) == BY_VLLM  # fmt: skip

@@ -8,18 +8,21 @@ only by its reference backend, stays with vLLM. Call :func:`activate` to do the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
+from typing import Any
 
 from kdacore import integrations
 from kdacore.compat.call import Call
 from kdacore.integrations import later_imports
 from kdacore.integrations import vllm_arguments as kda
+from kdacore.integrations import vllm_decode_arguments as decode
 from kdacore.integrations import vllm_gdn_arguments as gdn
 from kdacore.integrations import vllm_ling_arguments as ling
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
+from kdacore.integrations.vllm_layers import with_arrays_of_layer, with_rows_of_weight
 
 Translator = Callable[..., Call]
 _GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -39,6 +42,7 @@ REPLACED: dict[str, dict[str, Translator]] = {
         "fla_chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
         "fused_recurrent_gated_delta_rule_packed_decode": gdn.fused_recurrent_gated_delta_rule_packed_decode,
         "fused_sigmoid_gating_delta_rule_update": gdn.fused_sigmoid_gating_delta_rule_update,
+        "QwenGatedDeltaNetAttention._forward_core_decode_non_spec": decode.gdn_decode_step,
     },
     f"{_GDN_LAYERS}.olmo_gdn_linear_attn": {
         "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
@@ -49,8 +53,21 @@ REPLACED: dict[str, dict[str, Translator]] = {
         "fused_recurrent_kda": ling.ling_fused_recurrent_kda,
         "fused_recurrent_kda_fwd": ling.ling_fused_recurrent_kda_fwd,
     },
+    "vllm._custom_ops": {
+        "fused_kda_decode": decode.fused_kda_decode,
+        "fused_gdn_decode_post_conv_mtp": decode.fused_gdn_decode_post_conv_mtp,
+    },
 }
-"""The functions that are replaced and what translates their arguments, by the module that they are looked up in."""
+"""The functions and methods that are replaced and what translates their arguments, by the module that they are looked
+up in."""
+
+_HOOKS: dict[Translator, Callable[[Handover, Callable[..., Any]], Callable[..., Any]]] = {
+    decode.fused_kda_decode: with_rows_of_weight,
+    decode.gdn_decode_step: with_arrays_of_layer,
+}
+"""What replaces a function, where that is not :func:`handed_over`."""
+_NATIVE: tuple[Translator, ...] = (decode.fused_kda_decode, decode.fused_gdn_decode_post_conv_mtp)
+_WHY_LEFT = dict.fromkeys(_NATIVE, decode.why_left_to_native_kernels)
 
 _active = False
 
@@ -61,7 +78,7 @@ def is_active() -> bool:
 
 
 _HANDOVERS = {
-    translator: Handover(translator, Hook(translator.__name__), is_active)
+    translator: Handover(translator, Hook(translator.__name__), is_active, _WHY_LEFT.get(translator))
     for functions in REPLACED.values()
     for translator in functions.values()
 }
@@ -101,6 +118,8 @@ def status() -> tuple[HookStatus, ...]:
 def _replace(module: ModuleType) -> None:
     for name, translator in REPLACED[module.__name__].items():
         handover = _HANDOVERS[translator]
-        _patches.replace(module, name, partial(handed_over, handover))
+        *classes, attribute = name.split(".")
+        owner = functools.reduce(getattr, classes, module)
+        _patches.replace(owner, attribute, functools.partial(_HOOKS.get(translator, handed_over), handover))
         here, hook = f"{module.__name__}.{name}, replaced", handover.hook
         hook.place = f"{hook.place}; {here}" if hook.place else here

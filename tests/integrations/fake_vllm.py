@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,16 +26,27 @@ def source(name: str, function: str) -> str:
     package, _, function = function.rpartition(".")
     files = {full: rows for full, rows in PUBLISHED["functions"].items() if full.endswith(f"::{function}")}
     (rows,) = [rows for full, rows in files.items() if full.startswith(package.replace(".", "/"))]
+    return _definition(name, rows)
+
+
+def _definition(name: str, rows: list[list[str]]) -> str:
     parameters = [f"**{n}" if kind == "others" else f"{n}={d}" if d else n for kind, n, d in rows]
     return f"def {name}({', '.join(parameters)}):\n    return {BY_VLLM!r}\n"
 
 
 def layers() -> dict[str, str]:
-    """The modules of layers that import functions which are replaced, with those functions."""
-    return {
-        file.removesuffix(".py").replace("/", "."): "\n".join(source(*both) for both in names.items())
-        for file, names in PUBLISHED["imports"].items()
-    }
+    """The modules of layers: the functions that they import and that are replaced, and such methods."""
+    found = {}
+    for file, names in PUBLISHED["imports"].items():
+        text = "\n".join(source(*both) for both in names.items())
+        for full, rows in PUBLISHED["functions"].items():
+            where, _, method = full.partition("::")
+            if where == file and "." in method:
+                owner, _, name = method.partition(".")
+                body = _definition(name, [["positional", "self", ""], *rows])
+                text += f"class {owner}:\n{textwrap.indent(body, '    ')}"
+        found[file.removesuffix(".py").replace("/", ".")] = text
+    return found
 
 
 @contextmanager

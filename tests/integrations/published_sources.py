@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -17,6 +18,7 @@ FACTS = Path(__file__).with_name("published_signatures.json")
 
 _VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
 _VLLM_FLA = "vllm/third_party/flash_linear_attention/ops/{}.py"
+_VLLM_QWEN = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 _SGLANG_CLASS = "sglang/srt/layers/attention/linear/kernels/kda_triton.py"
 FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
@@ -33,6 +35,8 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "fused_recurrent_gated_delta_rule_packed_decode",
         ),
         _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
+        _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        "vllm/_custom_ops.py": ("fused_kda_decode", "fused_gdn_decode_post_conv_mtp"),
         _VLLM_FLA.format("kda"): ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     },
     "sglang": {
@@ -45,12 +49,19 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 """Functions by the file that defines them."""
 IMPORTS: dict[str, tuple[str, ...]] = {
     "vllm": (
-        "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",
+        _VLLM_QWEN,
         "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py",
         "vllm/model_executor/models/bailing_moe_v3.py",
     ),
 }
 """Files that look functions up among their own names, having imported them from :data:`FUNCTIONS`' packages."""
+ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        "vllm/models/kimi_k3/nvidia/kda.py": ("KimiK3DeltaAttention._forward",),
+    },
+}
+"""Methods whose layer's attributes the hooks read too."""
 CONSTANTS = {
     "vllm": {
         "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
@@ -78,6 +89,11 @@ def read(wheel: Path) -> dict[str, Any]:
                 found["constants"][f"{file}::{name}"] = _constant(tree, name)
         if engine in IMPORTS:
             defined = {name for names in FUNCTIONS[engine].values() for name in names}
+            found["attributes"] = {
+                f"{file}::{name}": _attributes(_definition(ast.parse(archive.read(file)), name))
+                for file, names in ATTRIBUTES[engine].items()
+                for name in names
+            }
             found["imports"] = {f: _imported(ast.parse(archive.read(f)), defined) for f in IMPORTS[engine]}
     return found
 
@@ -88,6 +104,12 @@ def _imported(tree: ast.Module, names: set[str]) -> dict[str, str]:
     return {
         a.asname or a.name: f"{n.module}.{a.name}" for n in statements for a in n.names if a.name in names
     }
+
+
+def _attributes(definition: ast.FunctionDef) -> list[str]:
+    """What a method reads of names that it does not own: ``self.conv1d.weight`` for example."""
+    dotted = {ast.unparse(n) for n in ast.walk(definition) if isinstance(n, ast.Attribute)}
+    return sorted(n for n in dotted if re.fullmatch(r"(self|attn_metadata|ops)\.[\w.]+", n))
 
 
 def _definition(tree: ast.Module, name: str) -> ast.FunctionDef:

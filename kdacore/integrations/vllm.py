@@ -2,8 +2,9 @@
 
 vLLM finds :func:`plugin` by its entry point. It does nothing unless ``KDACORE_INTEGRATIONS`` names ``vllm``; then the
 functions below are replaced in vLLM's modules as these are imported: prefill (with FlashKDA's buffers and with gathered
-states), decoding of packed projections, and the verification of drafted tokens. A call that kdacore would not serve, or
-only by its reference backend, stays with vLLM. Call :func:`activate` to do the same without the entry point.
+states), decoding of packed projections, fused decode steps, and the verification of drafted tokens. A call that kdacore
+would not serve, or only by its reference backend, stays with vLLM. Call :func:`activate` to do the same without the
+entry point.
 """
 
 from __future__ import annotations
@@ -66,8 +67,12 @@ _HOOKS: dict[Translator, Callable[[Handover, Callable[..., Any]], Callable[..., 
     decode.gdn_decode_step: with_arrays_of_layer,
 }
 """What replaces a function, where that is not :func:`handed_over`."""
-_NATIVE: tuple[Translator, ...] = (decode.fused_kda_decode, decode.fused_gdn_decode_post_conv_mtp)
-_WHY_LEFT = dict.fromkeys(_NATIVE, decode.why_left_to_native_kernels)
+_FUSED: tuple[Translator, ...] = (
+    decode.fused_kda_decode,
+    decode.gdn_decode_step,
+    decode.fused_gdn_decode_post_conv_mtp,
+)
+_WHY_LEFT = dict.fromkeys(_FUSED, decode.why_left)
 
 _active = False
 

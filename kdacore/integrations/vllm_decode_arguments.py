@@ -28,18 +28,15 @@ _OPTIONS = {
 }
 
 
-def why_left_to_native_kernels(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a fused step stays with vLLM's native kernel; empty where it does not.
+def why_left(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a fused step stays with vLLM; empty where it does not.
 
-    Kernels of vLLM that fuse as much as ours are replaced by the CUDA backend's alone, unless another was asked for.
+    There are records of fused steps for the CUDA backend alone, so another computes them only where it was asked for.
     """
     if selection.request.device.type == "cpu" or selection.backend == "cuda" or was_asked_for(selection):
         return ""
-    (cuda,) = [c.reasons for c in selection.candidates if c.backend == "cuda"] or [()]
-    reasons = "; ".join([str(reason) for reason in cuda])
-    return f"vLLM's fused kernel is replaced by the cuda backend alone, not by {selection.backend}" + (
-        f" (cuda: {reasons})" if reasons else ""
-    )
+    reasons = [str(r) for c in selection.candidates if c.backend == "cuda" for r in c.reasons]
+    return "; ".join(["fused decode steps of vLLM are replaced by the cuda backend alone", *reasons])
 
 
 def fused_kda_decode(

@@ -200,13 +200,13 @@ def test_a_gate_of_the_norm_without_its_weight_is_declined(modules: dict[str, An
         ("reference", "cpu", "fastest", False),
     ],
 )
-def test_native_kernels_are_replaced_by_the_cuda_backend_alone(
+def test_fused_steps_are_computed_by_the_cuda_backend_alone(
     backend: str, device: str, why: str, left: bool
 ) -> None:
     request = SimpleNamespace(device=torch.device(device))
     candidates = (SimpleNamespace(backend="cuda", reasons=("K=96",)),)
     selection: Any = SimpleNamespace(backend=backend, request=request, why=why, candidates=candidates)
-    reason = vllm_decode_arguments.why_left_to_native_kernels(selection, (), {})
+    reason = vllm_decode_arguments.why_left(selection, (), {})
     assert bool(reason) == left and ("K=96" in reason) == left
 
 

@@ -40,15 +40,19 @@ def rows_of_weight(weight: Tensor) -> Tensor | None:
     forward context has it."""
     layer: Any = _layers.get(id(weight))
     if layer is None or layer.decode_conv1d_weight is not weight:
-        context = import_module("vllm.forward_context").get_forward_context()
-        for layer in context.no_compile_layers.values():
-            if getattr(layer, "decode_conv1d_weight", None) is weight:
-                _layers[id(weight)] = layer
-                break
-        else:
+        found = [x for x in _layers_of_this_pass() if getattr(x, "decode_conv1d_weight", None) is weight]
+        if not found:
             return None
+        layer = _layers[id(weight)] = found[0]
     rows: Tensor = layer.conv1d.weight.flatten(1)
     return rows
+
+
+def _layers_of_this_pass() -> list[Any]:
+    context = import_module("vllm.forward_context")
+    if not context.is_forward_context_available():
+        return []
+    return list(context.get_forward_context().no_compile_layers.values())
 
 
 def with_arrays_of_layer(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:

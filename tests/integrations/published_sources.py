@@ -36,6 +36,7 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
         _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        "vllm/forward_context.py": ("get_forward_context", "is_forward_context_available"),
         "vllm/_custom_ops.py": ("fused_kda_decode", "fused_gdn_decode_post_conv_mtp"),
         _VLLM_FLA.format("kda"): ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     },
@@ -54,7 +55,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "vllm/model_executor/models/bailing_moe_v3.py",
     ),
 }
-"""Files that look functions up among their own names, having imported them from :data:`FUNCTIONS`' packages."""
+"""Files that look functions up among their own names, having imported them from the engine's copy of FLA."""
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
         _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
@@ -65,6 +66,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
 CONSTANTS = {
     "vllm": {
         "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
+        "vllm/forward_context.py": ("ForwardContext.no_compile_layers",),
         "vllm/plugins/__init__.py": ("DEFAULT_PLUGINS_GROUP",),
     },
     "sglang": {
@@ -88,7 +90,8 @@ def read(wheel: Path) -> dict[str, Any]:
             for name in names:
                 found["constants"][f"{file}::{name}"] = _constant(tree, name)
         if engine in IMPORTS:
-            defined = {name for names in FUNCTIONS[engine].values() for name in names}
+            kernels = [names for file, names in FUNCTIONS[engine].items() if "/third_party/flash" in file]
+            defined = {name for names in kernels for name in names}
             found["attributes"] = {
                 f"{file}::{name}": _attributes(_definition(ast.parse(archive.read(file)), name))
                 for file, names in ATTRIBUTES[engine].items()

@@ -104,6 +104,10 @@ def test_vllm_has_the_arrays_of_layers_that_hooks_read() -> None:
     }
     kimi = read["vllm/models/kimi_k3/nvidia/kda.py::KimiK3DeltaAttention._forward"]
     assert {"ops.fused_kda_decode", "self.decode_conv1d_weight", "self.conv1d.weight"} <= set(kimi)
+    context = "vllm/forward_context.py::"
+    assert PUBLISHED["vllm"]["functions"][f"{context}get_forward_context"] == []
+    assert PUBLISHED["vllm"]["functions"][f"{context}is_forward_context_available"] == []
+    assert f"{context}ForwardContext.no_compile_layers" in PUBLISHED["vllm"]["constants"]
 
 
 @pytest.mark.parametrize("name", sglang.METHODS)

@@ -29,7 +29,11 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     sources = {
         **fake_vllm.layers(),
         OPS: "\n".join(fake_vllm.source(name, f"{OPS}.{name}") for name in names),
-        CONTEXT: "current = None\ndef get_forward_context():\n    return current\n",
+        CONTEXT: (
+            "current = None\n"
+            "def is_forward_context_available():\n    return current is not None\n"
+            "def get_forward_context():\n    assert current is not None\n    return current\n"
+        ),
     }
     with packages(tmp_path_factory.mktemp("decode"), sources) as found:
         yield found
@@ -176,7 +180,9 @@ def test_a_weight_of_no_layer_is_declined(modules: dict[str, Any]) -> None:
     kimi(modules)
     before = layer.state.clone()
     assert modules[OPS].fused_kda_decode(**kimi_step(layer)) == BY_VLLM
-    assert (counts.served, counts.declined) == (0, 1) and "weight" in counts.reason
+    modules[CONTEXT].current = None  # outside a forward pass
+    assert modules[OPS].fused_kda_decode(**kimi_step(layer)) == BY_VLLM
+    assert (counts.served, counts.declined) == (0, 2) and "weight" in counts.reason
     assert torch.equal(layer.state[1:], before[1:])
     kimi(modules, layer)  # what was declined for the weight alone is no verdict on others
     with torch.no_grad():

@@ -22,7 +22,7 @@ from kdacore.dispatch.plan import RECORDS, current_policy, execute
 from kdacore.types import family_of
 
 if TYPE_CHECKING:
-    from kdacore.acceleration.matchers import Matcher
+    from kdacore.acceleration.matchers import Matcher, ShapesOf
     from kdacore.arrays.base import Adapter, Run
     from kdacore.dispatch.plan import Plan
     from kdacore.ops import OpDef
@@ -128,6 +128,10 @@ class SeenCalls:
         """A test for calls with arrays, of any strides, and options like these. None where there is none."""
         return matchers.matcher(inputs, options, self._library.array_test, same_strides=False)
 
+    def shapes_of(self, inputs: Any, options: tuple[Any, ...]) -> ShapesOf | None:
+        """What recognises calls that differ from one of these in lengths alone. None where there is nothing."""
+        return matchers.shapes_of(inputs, options, self._library.family_test)
+
     def note_new(self, opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan) -> None:
         """Take note of a plan that was made the ordinary way. Of the second one of a family on, calls are recognised
         that differ from it in lengths alone."""
@@ -138,7 +142,7 @@ class SeenCalls:
         if key not in known:
             self._new[op] = (key, *known[: _MAX_FAMILIES - 1])
             return
-        found = matchers.shapes_of(inputs, options, self._library.family_test)
+        found = self.shapes_of(inputs, options)
         if found is not None:
             run = self._adapter.runner(plan, inputs)
             if plan.request.needs_grad:

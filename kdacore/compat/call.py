@@ -12,6 +12,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_gated_delta_rule": api.chunk_gated_delta_rule,
     "fused_recurrent_kda": api.fused_recurrent_kda,
     "fused_recurrent_gated_delta_rule": api.fused_recurrent_gated_delta_rule,
+    "fused_decode_kda": api.fused_decode_kda,
+    "fused_decode_gated_delta_rule": api.fused_decode_gated_delta_rule,
     "kda_gate": api.kda_gate,
 }
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Matcher = Callable[[tuple[Any, ...], tuple[Any, ...]], bool]
 """Arrays and options of an op, in the order of its definition, to: are they those of the call it was made for?"""
 
+ShapesOf = Callable[[tuple[Any, ...], tuple[Any, ...]], "tuple[tuple[int, ...], ...] | None"]
+"""The same to the shapes of the arrays; None where the call differs from that one in more than lengths."""
+
 
 def note(
     opdef: OpDef, adapter: Adapter, inputs: Any, options: tuple[Any, ...], asked: Any, plan: Plan
@@ -41,6 +44,14 @@ def matcher(adapter: Adapter, inputs: Any, options: tuple[Any, ...]) -> Matcher 
     """A test that finds calls with arrays and options like these. None where there is none."""
     memory = (adapter.seen_calls or _memory_of(adapter)) if adapter.recognisable else None
     found: Matcher | None = None if memory is None else memory.matcher(inputs, options)
+    return found
+
+
+def shapes_of(adapter: Adapter, inputs: Any, options: tuple[Any, ...]) -> ShapesOf | None:
+    """A function that finds calls which differ from this one in lengths alone, and gives the shapes of their arrays.
+    None where there is none."""
+    memory = (adapter.seen_calls or _memory_of(adapter)) if adapter.recognisable else None
+    found: ShapesOf | None = None if memory is None else memory.shapes_of(inputs, options)
     return found
 
 

@@ -1,7 +1,8 @@
 """One function of a host that kdacore takes over: whether it takes a call, and the call.
 
 Whether it does is decided on shapes, dtypes, devices and options alone, so it is remembered: calls like earlier ones
-are recognised by a test that is generated from the host's own arguments, before they are translated.
+are recognised by a test that is generated from the host's own arguments, before they are translated. A server's calls
+have other lengths at every step, so calls that differ in lengths alone share a test, and verdicts are kept by shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.compat.call import Call, run
 from kdacore.dispatch.plan import PREFERENCE, is_plain
-from kdacore.dispatch.recognition import Matcher, matcher
+from kdacore.dispatch.recognition import Matcher, ShapesOf, matcher, shapes_of
 from kdacore.dispatch.selection_queries import Answer, answer
 from kdacore.errors import ContractError
 from kdacore.integrations.hooks import Hook
@@ -31,9 +32,16 @@ if TYPE_CHECKING:
 Verdict = tuple[bool, "str | None"]
 """Whether kdacore takes a call, and if not, why."""
 
+Unread = Any
+"""Annotates an argument of a host that its results do not depend on."""
+
 _TAKEN: Verdict = True, None
 _MAX_SEEN = 8
-_MAX_REFUSED = 1024
+_MAX_KINDS = 1024
+_MAX_FAMILIES = 4
+"""Families of calls that differ in lengths alone."""
+_MAX_LENGTHS = 4096
+"""Verdicts kept of one family."""
 
 
 class Handover:
@@ -41,7 +49,8 @@ class Handover:
 
     Args:
         translate: has the host's signature and returns the call of kdacore that does the same. Parameters annotated
-            as tensors are arrays, the others options; those annotated as ``torch.dtype`` decide nothing here.
+            as tensors are arrays, the others options; those annotated as ``torch.dtype`` or :data:`Unread` decide
+            nothing here.
         hook: its counts.
         is_active: whether the integration takes any call at present.
         why_left: asked of a call that kdacore would serve, with its selection and the host's arguments: why it is left
@@ -64,12 +73,16 @@ class Handover:
         """Names of the host's arguments."""
         self._seen: tuple[tuple[object, Matcher, Verdict], ...] = ()
         self._refused: set[Any] = set()
+        self._families: tuple[tuple[object, ShapesOf, dict[Any, Verdict]], ...] = ()
+        self._kinds: dict[Any, int] = {}
         REGISTRY.on_change(self.forget)
 
     def forget(self) -> None:
         """Forget every verdict (the set of backends or the configuration changed)."""
         self._seen = ()
         self._refused = set()
+        self._families = ()
+        self._kinds = {}
 
     def verdict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
         """Does kdacore take the call of these arguments? The reason it gives is kdacore's own."""
@@ -83,7 +96,7 @@ class Handover:
                 verdict = known
                 break
         else:
-            verdict = self._judge(asked, arrays, options, args, kwargs)
+            verdict = self._by_lengths(asked, arrays, options, args, kwargs)
         return verdict if verdict is _TAKEN else self._declined(verdict[1] or "")
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +108,38 @@ class Handover:
         self.hook.declined += 1
         self.hook.reason = reason
         return False, reason
+
+    def _by_lengths(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:
+        """The verdict on calls that differ from this one in nothing, where it is known; else a new one."""
+        for of, shapes, known in self._families:
+            if of == asked and (found := shapes(arrays, options)) is not None:
+                verdict = known.get(found)
+                if verdict is None:
+                    verdict = self._judge(asked, arrays, options, args, kwargs)
+                    if len(known) >= _MAX_LENGTHS:
+                        known.clear()
+                    known[found] = verdict
+                return verdict
+        self._note_kind(asked, arrays, options)
+        return self._judge(asked, arrays, options, args, kwargs)
+
+    def _note_kind(self, asked: object, arrays: Any, options: Any) -> None:
+        """Make a family of a call whose like came once before, with these lengths or others."""
+        if not all(is_plain(x) for x in options):
+            return
+        kind = (
+            asked,
+            options,
+            tuple([(type(x), getattr(x, "dtype", None), getattr(x, "ndim", 0)) for x in arrays]),
+        )
+        times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        if len(self._kinds) > _MAX_KINDS:
+            self._kinds.clear()
+        if times != 2:
+            return
+        test = shapes_of(TORCH, self._arrays(*arrays), options)
+        if test is not None:
+            self._families = ((asked, test, {}), *self._families[: _MAX_FAMILIES - 1])
 
     def _judge(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:
         try:
@@ -115,7 +160,7 @@ class Handover:
             return False
         if options in self._refused:
             return True
-        if len(self._refused) >= _MAX_REFUSED:
+        if len(self._refused) >= _MAX_KINDS:
             self._refused.clear()
         self._refused.add(options)
         return False
@@ -196,7 +241,7 @@ def _splitter(translate: Callable[..., Any]) -> tuple[Callable[..., tuple[Any, A
     arrays = [p.name for p in parameters if "Tensor" in str(p.annotation)]
     options = []
     for p in parameters:
-        if p.name not in arrays and p.annotation != "torch.dtype":
+        if p.name not in arrays and p.annotation not in ("torch.dtype", "Unread"):
             # What must be None is anything else otherwise: its presence decides.
             options.append(f"{p.name} is not None" if p.annotation == "None" else p.name)
     declared = []

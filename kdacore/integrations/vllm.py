@@ -1,34 +1,78 @@
-"""vLLM computes Kimi Delta Attention with kdacore, its code and its callers unchanged.
+"""vLLM computes Kimi Delta Attention and the gated delta rule with kdacore, its code and its callers unchanged.
 
 vLLM finds :func:`plugin` by its entry point. It does nothing unless ``KDACORE_INTEGRATIONS`` names ``vllm``; then the
 functions below are replaced in vLLM's modules as these are imported: prefill (with FlashKDA's buffers and with gathered
-states), decoding of packed projections, and the verification of drafted tokens. A call that kdacore would not serve, or
-only by its reference backend, stays with vLLM. Call :func:`activate` to do the same without the entry point.
+states), decoding of packed projections, fused decode steps, and the verification of drafted tokens. A call that kdacore
+would not serve, or only by its reference backend, stays with vLLM. Call :func:`activate` to do the same without the
+entry point.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from kdacore import integrations
-from kdacore.integrations import later_imports, vllm_arguments
+from kdacore.compat.call import Call
+from kdacore.integrations import later_imports
+from kdacore.integrations import vllm_arguments as kda
+from kdacore.integrations import vllm_decode_arguments as decode
+from kdacore.integrations import vllm_gdn_arguments as gdn
+from kdacore.integrations import vllm_ling_arguments as ling
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
+from kdacore.integrations.vllm_layers import with_arrays_of_layer, with_rows_of_weight
 
-REPLACED: dict[str, dict[str, str]] = {
-    "vllm.models.kimi_k3.nvidia.kda": {"_flashkda_prefill": "flashkda_prefill"},
+Translator = Callable[..., Call]
+_GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
+
+REPLACED: dict[str, dict[str, Translator]] = {
+    "vllm.models.kimi_k3.nvidia.kda": {"_flashkda_prefill": kda.flashkda_prefill},
     "vllm.models.kimi_k3.nvidia.ops.third_party.kda": {
-        "chunk_kda_with_fused_gate": "chunk_kda_with_fused_gate",
-        "fused_recurrent_kda": "fused_recurrent_kda",
-        "fused_recurrent_kda_packed_decode": "fused_recurrent_kda_packed_decode",
+        "chunk_kda_with_fused_gate": kda.chunk_kda_with_fused_gate,
+        "fused_recurrent_kda": kda.fused_recurrent_kda,
+        "fused_recurrent_kda_packed_decode": kda.fused_recurrent_kda_packed_decode,
     },
     "vllm.models.glm5next.nvidia.ops.third_party.kda": {
-        "chunk_kda_with_fused_gate": "glm_chunk_kda_with_fused_gate",
-        "fused_recurrent_kda": "glm_fused_recurrent_kda",
+        "chunk_kda_with_fused_gate": kda.glm_chunk_kda_with_fused_gate,
+        "fused_recurrent_kda": kda.glm_fused_recurrent_kda,
+    },
+    f"{_GDN_LAYERS}.qwen_gdn_linear_attn": {
+        "fla_chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
+        "fused_recurrent_gated_delta_rule_packed_decode": gdn.fused_recurrent_gated_delta_rule_packed_decode,
+        "fused_sigmoid_gating_delta_rule_update": gdn.fused_sigmoid_gating_delta_rule_update,
+        "QwenGatedDeltaNetAttention._forward_core_decode_non_spec": decode.gdn_decode_step,
+    },
+    f"{_GDN_LAYERS}.olmo_gdn_linear_attn": {
+        "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
+        "fused_recurrent_gated_delta_rule": gdn.fused_recurrent_gated_delta_rule,
+    },
+    "vllm.model_executor.models.bailing_moe_v3": {
+        "chunk_kda": ling.ling_chunk_kda,
+        "fused_recurrent_kda": ling.ling_fused_recurrent_kda,
+        "fused_recurrent_kda_fwd": ling.ling_fused_recurrent_kda_fwd,
+    },
+    "vllm._custom_ops": {
+        "fused_kda_decode": decode.fused_kda_decode,
+        "fused_gdn_decode_post_conv_mtp": decode.fused_gdn_decode_post_conv_mtp,
     },
 }
-"""The functions that are replaced and what translates their arguments, by the module that they are looked up in."""
+"""The functions and methods that are replaced and what translates their arguments, by the module that they are looked
+up in."""
+
+_HOOKS: dict[Translator, Callable[[Handover, Callable[..., Any]], Callable[..., Any]]] = {
+    decode.fused_kda_decode: with_rows_of_weight,
+    decode.gdn_decode_step: with_arrays_of_layer,
+}
+"""What replaces a function, where that is not :func:`handed_over`."""
+_FUSED: tuple[Translator, ...] = (
+    decode.fused_kda_decode,
+    decode.gdn_decode_step,
+    decode.fused_gdn_decode_post_conv_mtp,
+)
+_WHY_LEFT = dict.fromkeys(_FUSED, decode.why_left)
 
 _active = False
 
@@ -39,9 +83,9 @@ def is_active() -> bool:
 
 
 _HANDOVERS = {
-    name: Handover(getattr(vllm_arguments, name), Hook(name), is_active)
+    translator: Handover(translator, Hook(translator.__name__), is_active, _WHY_LEFT.get(translator))
     for functions in REPLACED.values()
-    for name in functions.values()
+    for translator in functions.values()
 }
 _patches = Patches()
 
@@ -66,6 +110,8 @@ def deactivate() -> None:
     global _active
     later_imports.forget(_replace)
     _patches.undo()
+    for handover in _HANDOVERS.values():
+        handover.hook.place = ""
     _active = False
 
 
@@ -77,5 +123,8 @@ def status() -> tuple[HookStatus, ...]:
 def _replace(module: ModuleType) -> None:
     for name, translator in REPLACED[module.__name__].items():
         handover = _HANDOVERS[translator]
-        _patches.replace(module, name, partial(handed_over, handover))
-        handover.hook.place = f"{module.__name__}.{name}, replaced"
+        *classes, attribute = name.split(".")
+        owner = functools.reduce(getattr, classes, module)
+        _patches.replace(owner, attribute, functools.partial(_HOOKS.get(translator, handed_over), handover))
+        here, hook = f"{module.__name__}.{name}, replaced", handover.hook
+        hook.place = f"{hook.place}; {here}" if hook.place else here

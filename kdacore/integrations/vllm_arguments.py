@@ -16,9 +16,7 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
-
-NULL_BLOCK = 0
-"""The row of the pool that vLLM gives to padding."""
+from kdacore.integrations.vllm_pools import NULL_BLOCK, of_each_sequence, packed_heads, required
 
 
 def _options(lower_bound: float | None) -> dict[str, Any]:
@@ -160,17 +158,15 @@ def fused_recurrent_kda(
         "dt_bias": dt_bias,
         "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
-        "state_indices": _first(ssm_state_indices, N),
-        "num_accepted_tokens": None if num_accepted_tokens is None else _first(num_accepted_tokens, N),
+        "state_indices": of_each_sequence(ssm_state_indices, N),
+        "num_accepted_tokens": None
+        if num_accepted_tokens is None
+        else of_each_sequence(num_accepted_tokens, N),
         "null_index": NULL_BLOCK,
         "inplace_state": True,
         "out": out,
     }
     return Call("fused_recurrent_kda", arguments)
-
-
-def _first(x: Tensor, rows: int) -> Tensor:
-    return x if x.shape[0] == rows else x[:rows]
 
 
 def fused_recurrent_kda_packed_decode(
@@ -189,13 +185,12 @@ def fused_recurrent_kda_packed_decode(
 
     ``raw_g`` ``[1, B, H, K]``, ``raw_beta`` ``[1, B, H]``. Returns ``(o, pool)``, ``o`` ``[1, B, H, V]``.
     """
-    _, H, V, K = initial_state.shape
-    q, k, v = mixed_qkv.split([H * K, H * K, H * V], dim=-1)
+    q, k, v = packed_heads(mixed_qkv, initial_state)
     arguments = {
         **_options(lower_bound),
-        "q": q.unflatten(-1, (H, K)).unsqueeze(1),
-        "k": k.unflatten(-1, (H, K)).unsqueeze(1),
-        "v": v.unflatten(-1, (H, V)).unsqueeze(1),
+        "q": q,
+        "k": k,
+        "v": v,
         "g": raw_g.transpose(0, 1),
         "beta": raw_beta.transpose(0, 1),
         "A_log": A_log,
@@ -276,9 +271,6 @@ def glm_fused_recurrent_kda(
     op = "fused_recurrent_kda"
     if not inplace_final_state:
         raise ContractError(op, "inplace_final_state", "False", "True: states are written in place")
-    for name, x in (("cu_seqlens", cu_seqlens), ("ssm_state_indices", ssm_state_indices)):
-        if x is None:
-            raise ContractError(op, name, "None", "an array")
     if compute_gate and a_log is None:
         raise ContractError(op, "a_log", "None", "an array with compute_gate")
     call = fused_recurrent_kda(
@@ -290,9 +282,9 @@ def glm_fused_recurrent_kda(
         a_log if a_log is None else a_log.reshape(-1),
         g_bias if g_bias is None else g_bias.reshape(-1),
         lower_bound,
-        initial_state,
-        cu_seqlens,
-        ssm_state_indices,
+        required(op, "initial_state", initial_state),
+        required(op, "cu_seqlens", cu_seqlens),
+        required(op, "ssm_state_indices", ssm_state_indices),
         num_accepted_tokens,
         out,
     )

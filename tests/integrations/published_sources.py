@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 FACTS = Path(__file__).with_name("published_signatures.json")
 
 _VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
+_VLLM_FLA = "vllm/third_party/flash_linear_attention/ops/{}.py"
+_VLLM_QWEN = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 _SGLANG_CLASS = "sglang/srt/layers/attention/linear/kernels/kda_triton.py"
 FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
@@ -26,6 +29,16 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         _VLLM_KDA.format("glm5next", "kernels"): ("chunk_kda_with_fused_gate", "fused_recurrent_kda"),
         "vllm/models/kimi_k3/nvidia/kda.py": ("_flashkda_prefill",),
+        _VLLM_FLA.format("chunk"): ("chunk_gated_delta_rule",),
+        _VLLM_FLA.format("fused_recurrent"): (
+            "fused_recurrent_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+        ),
+        _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
+        _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        "vllm/forward_context.py": ("get_forward_context", "is_forward_context_available"),
+        "vllm/_custom_ops.py": ("fused_kda_decode", "fused_gdn_decode_post_conv_mtp"),
+        _VLLM_FLA.format("kda"): ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     },
     "sglang": {
         _SGLANG_CLASS: tuple(
@@ -35,9 +48,25 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Functions by the file that defines them."""
+IMPORTS: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        _VLLM_QWEN,
+        "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py",
+        "vllm/model_executor/models/bailing_moe_v3.py",
+    ),
+}
+"""Files that look functions up among their own names, having imported them from the engine's copy of FLA."""
+ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        "vllm/models/kimi_k3/nvidia/kda.py": ("KimiK3DeltaAttention._forward",),
+    },
+}
+"""Methods whose layer's attributes the hooks read too."""
 CONSTANTS = {
     "vllm": {
         "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
+        "vllm/forward_context.py": ("ForwardContext.no_compile_layers",),
         "vllm/plugins/__init__.py": ("DEFAULT_PLUGINS_GROUP",),
     },
     "sglang": {
@@ -60,7 +89,30 @@ def read(wheel: Path) -> dict[str, Any]:
             tree = ast.parse(archive.read(file))
             for name in names:
                 found["constants"][f"{file}::{name}"] = _constant(tree, name)
+        if engine in IMPORTS:
+            kernels = [names for file, names in FUNCTIONS[engine].items() if "/third_party/flash" in file]
+            defined = {name for names in kernels for name in names}
+            found["attributes"] = {
+                f"{file}::{name}": _attributes(_definition(ast.parse(archive.read(file)), name))
+                for file, names in ATTRIBUTES[engine].items()
+                for name in names
+            }
+            found["imports"] = {f: _imported(ast.parse(archive.read(f)), defined) for f in IMPORTS[engine]}
     return found
+
+
+def _imported(tree: ast.Module, names: set[str]) -> dict[str, str]:
+    """Functions of these names that a module imports at its top, by its own names for them."""
+    statements = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
+    return {
+        a.asname or a.name: f"{n.module}.{a.name}" for n in statements for a in n.names if a.name in names
+    }
+
+
+def _attributes(definition: ast.FunctionDef) -> list[str]:
+    """What a method reads of names that it does not own: ``self.conv1d.weight`` for example."""
+    dotted = {ast.unparse(n) for n in ast.walk(definition) if isinstance(n, ast.Attribute)}
+    return sorted(n for n in dotted if re.fullmatch(r"(self|attn_metadata|ops)\.[\w.]+", n))
 
 
 def _definition(tree: ast.Module, name: str) -> ast.FunctionDef:

@@ -1,0 +1,73 @@
+"""Rows of vLLM's pools of states, and the columns of its packed projections.
+
+vLLM keeps states as ``[rows, HV, V, K]`` in a pool whose row 0 belongs to padding: an index of 0 or less names no slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kdacore.errors import ContractError
+
+NULL_BLOCK = 0
+"""The row of the pool that vLLM gives to padding."""
+
+
+def in_pool(
+    op: str,
+    initial_state: Tensor | None,
+    inplace_final_state: bool,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+) -> dict[str, Any]:
+    """Arguments of a call whose sequences have rows of a pool. The index arrays may be longer than their number."""
+    if not inplace_final_state:
+        raise ContractError(op, "inplace_final_state", "False", "True: states are written in place")
+    offsets = required(op, "cu_seqlens", cu_seqlens)
+    N = offsets.shape[0] - 1
+    return {
+        "initial_state": required(op, "initial_state", initial_state),
+        "cu_seqlens": offsets,
+        "state_indices": of_each_sequence(required(op, "ssm_state_indices", ssm_state_indices), N),
+        "num_accepted_tokens": None
+        if num_accepted_tokens is None
+        else of_each_sequence(num_accepted_tokens, N),
+        "null_index": NULL_BLOCK,
+        "inplace_state": True,
+        "output_final_state": True,
+        "state_v_first": True,
+    }
+
+
+def of_each_sequence(x: Tensor, N: int) -> Tensor:
+    """The first N entries of an index array, which may have more."""
+    return x if x.shape[0] == N else x[:N]
+
+
+def packed_heads(mixed_qkv: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``: q and k ``[B, 1, H, K]``, v ``[B, 1, HV, V]``.
+
+    Raises:
+        ContractError: the columns do not divide into the heads of ``pool`` ``[rows, HV, V, K]``.
+    """
+    _, HV, V, K = pool.shape
+    B, D = mixed_qkv.shape
+    H, rest = divmod(D - HV * V, 2 * K)
+    if rest or H <= 0:
+        raise ContractError("packed decode", "mixed_qkv", f"{D} columns", f"2*H*{K} + {HV * V} columns")
+    q, k, v = mixed_qkv.split((H * K, H * K, HV * V), dim=1)
+    return q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V)
+
+
+def required(op: str, name: str, x: Tensor | None) -> Tensor:
+    """An array that vLLM declares optional and cannot do without.
+
+    Raises:
+        ContractError: it is None.
+    """
+    if x is None:
+        raise ContractError(op, name, "None", "an array")
+    return x

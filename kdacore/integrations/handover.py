@@ -92,8 +92,7 @@ class Handover:
         return run(self.translate(*args, **kwargs))
 
     def _declined(self, reason: str) -> Verdict:
-        self.hook.declined += 1
-        self.hook.reason = reason
+        self.hook.decline(reason)
         return False, reason
 
     def _judge(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:

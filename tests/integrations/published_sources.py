@@ -16,7 +16,8 @@ from typing import Any
 FACTS = Path(__file__).with_name("published_signatures.json")
 
 _VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
-_SGLANG_CLASS = "sglang/srt/layers/attention/linear/kernels/kda_triton.py"
+_SGLANG = "sglang/srt/layers/attention/linear"
+_METHODS = ("extend", "decode", "packed_decode", "target_verify")
 FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
         _VLLM_KDA.format("kimi_k3", "chunk"): ("chunk_kda_with_fused_gate",),
@@ -28,9 +29,9 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm/models/kimi_k3/nvidia/kda.py": ("_flashkda_prefill",),
     },
     "sglang": {
-        _SGLANG_CLASS: tuple(
-            f"TritonKDAKernel.{name}" for name in ("extend", "decode", "packed_decode", "target_verify")
-        ),
+        f"{_SGLANG}/kernels/kda_triton.py": tuple(f"TritonKDAKernel.{name}" for name in _METHODS),
+        f"{_SGLANG}/kernels/gdn_triton.py": tuple(f"TritonGDNKernel.{name}" for name in _METHODS),
+        f"{_SGLANG}/gdn_backend.py": ("GDNAttnBackend.forward_extend",),
         "sglang/srt/plugins/hook_registry.py": ("HookRegistry.register",),
     },
 }

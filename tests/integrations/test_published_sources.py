@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from published_sources import FACTS, read
 
-from kdacore.integrations import sglang, sglang_arguments, vllm, vllm_arguments
+from kdacore.integrations import sglang, vllm, vllm_arguments
 
 PUBLISHED: dict[str, Any] = json.loads(FACTS.read_text())
 KINDS = {
@@ -64,9 +64,11 @@ def test_every_translation_for_vllm_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", sglang.METHODS)
-def test_sglang(name: str) -> None:
+@pytest.mark.parametrize("kernel", sglang.TRANSLATIONS)
+def test_sglang(kernel: str, name: str) -> None:
     """A prefix: what a method takes by ``**kwargs`` has a name in ours."""
-    ours, theirs = signature(getattr(sglang_arguments, name)), published("sglang", f"TritonKDAKernel.{name}")
+    ours = signature(getattr(sglang.TRANSLATIONS[kernel], name))
+    theirs = published("sglang", f"{kernel.rpartition('.')[2]}.{name}")
     assert ours[: len(theirs)] == theirs
 
 

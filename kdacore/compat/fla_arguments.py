@@ -240,6 +240,7 @@ def fused_recurrent_kda(
     :func:`kdacore.fused_recurrent_kda`. Gradients flow, which they do not there.
 
     Args:
+        v: may be float16 or bfloat16 beside float32 q and k; ``o`` is in its dtype.
         A_log: HV elements in any shape and any float dtype. Without effect unless ``use_gate_in_kernel``.
         dt_bias: ``HV * K`` elements. Without effect unless ``use_gate_in_kernel``.
         initial_state: ``[N, HV, K, V]`` in any float dtype; computed with, and returned, in float32.
@@ -277,7 +278,7 @@ def fused_recurrent_kda(
         "state_v_first": bool(state_v_first),
         "cu_seqlens": cu_seqlens,
     }
-    return Call(op, arguments)
+    return _of_one_dtype(op, arguments)
 
 
 def fused_recurrent_kda_fwd(
@@ -359,8 +360,10 @@ def fused_recurrent_kda_fwd(
     if torch.is_grad_enabled():
         arrays = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
         arguments.update({n: x.detach() for n, x in arrays.items() if x.requires_grad})
-    finish = (lambda result: (result[0], initial_state)) if inplace_final_state else None
-    return Call(call.op, arguments, finish)
+    if not inplace_final_state:
+        return Call(call.op, arguments, call.finish)
+    narrowed = call.finish or _as_it_is
+    return Call(call.op, arguments, lambda result: (narrowed(result)[0], initial_state))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -389,6 +392,7 @@ def fused_recurrent_gated_delta_rule(
     :func:`kdacore.fused_recurrent_gated_delta_rule`. Gradients flow, which they do not there.
 
     Args:
+        v: as of :func:`fused_recurrent_kda`.
         g: ``[B, T, HV]``, one decay for each head; None for no decay.
         gk: ``[B, T, HV, K]``, one decay for each channel, beside ``g`` or instead of it. Such a call is computed by
             :func:`kdacore.fused_recurrent_kda`.
@@ -440,7 +444,7 @@ def fused_recurrent_gated_delta_rule(
         "state_v_first": bool(state_v_first),
         "cu_seqlens": cu_seqlens,
     }
-    return Call(op, arguments)
+    return _of_one_dtype(op, arguments)
 
 
 def fused_kda_gate(
@@ -556,6 +560,22 @@ def _float32(state: Tensor | None) -> Tensor | None:
     if state is None or state.dtype is torch.float32 or state.dtype is torch.float64:
         return state
     return state.float()
+
+
+def _of_one_dtype(op: str, arguments: dict[str, Any]) -> Call:
+    """A call in float32 where v is narrower than float32 q and k, with ``o`` in v's dtype then."""
+    q, v = arguments["q"], arguments["v"]
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor)):
+        return Call(op, arguments)
+    narrow = v.dtype
+    if q.dtype is not torch.float32 or narrow not in (torch.float16, torch.bfloat16):
+        return Call(op, arguments)
+    arguments["v"] = v.float()
+    return Call(op, arguments, lambda result: (result[0].to(narrow), result[1]))
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
 
 
 def _check_intermediate_states(op: str, arguments: dict[str, Any], chunk_size: int) -> None:

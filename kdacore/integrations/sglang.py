@@ -16,8 +16,8 @@ from kdacore import integrations
 from kdacore.integrations import (
     later_imports,
     sglang_arguments,
-    sglang_chunk_states,
     sglang_gdn_arguments,
+    sglang_tracked_states,
 )
 from kdacore.integrations.handover import Handover, compute_or_leave
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
@@ -97,13 +97,14 @@ def activate() -> None:
             handover.hook.place = f"{method}, hooked"
         _registered = True
     _active = True
-    later_imports.when_imported(sglang_chunk_states.MODULE, _observe_prefill)
+    for module in sglang_tracked_states.OBSERVED:
+        later_imports.when_imported(module, _observe)
 
 
 def deactivate() -> None:
     """Leave every call to SGLang again. The hooks stay and pass every call on."""
     global _active
-    later_imports.forget(_observe_prefill)
+    later_imports.forget(_observe)
     _patches.undo()
     _active = False
 
@@ -117,7 +118,8 @@ def around(path: str) -> Callable[..., Any]:
     """The hook around the method at a dotted path: called with the method, the kernel object and the call's
     arguments."""
     handover, dropped = _HANDOVERS[path], WITHOUT_EFFECT.get(path, frozenset())
-    prefills_gdn = path == f"{GDN_KERNEL}.extend"
+    # Its KDA backend reads states of a prefill only where it asked for them.
+    returns_states = {f"{KDA_KERNEL}.extend": False, f"{GDN_KERNEL}.extend": True}.get(path)
 
     def hook(method: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
         def leave() -> Any:
@@ -129,12 +131,12 @@ def around(path: str) -> Callable[..., Any]:
             handover.hook.decline(_NO_GPU)
             return leave()
         given = {key: value for key, value in kwargs.items() if key not in dropped}
-        if prefills_gdn:
-            given["chunk_states"] = sglang_chunk_states.are_read()
+        if returns_states is not None and given.get("return_intermediate_states", returns_states):
+            given |= sglang_tracked_states.wanted(given.get("cache_indices"))
         return compute_or_leave(handover, args, given, leave)
 
     return hook
 
 
-def _observe_prefill(module: ModuleType) -> None:
-    _patches.replace(module.GDNAttnBackend, "forward_extend", sglang_chunk_states.observed)
+def _observe(module: ModuleType) -> None:
+    sglang_tracked_states.observe(module, _patches)

@@ -16,7 +16,15 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
-from kdacore.integrations.sglang_parts import CHUNK, output, packed_columns, refuse_replay, verified
+from kdacore.integrations.sglang_parts import (
+    CHUNK,
+    WRITTEN,
+    checkpoints,
+    output,
+    packed_columns,
+    refuse_replay,
+    verified,
+)
 
 
 def _options(lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
@@ -185,12 +193,18 @@ def extend(
     return_intermediate_states: bool = False,
     track_state: Tensor | None = None,
     track_chunk_idx: Tensor | None = None,
+    chunk_states: bool = True,
+    track_offsets: Tensor | None = None,
+    track_rows: Tensor | None = None,
 ) -> Call:
     """Prefill, from and into rows of the pool.
 
     Returns ``o`` ``[1, T, HV, V]``; with ``return_intermediate_states`` also the states at the start of every 64
     tokens, ``[1, chunks, HV, V, K]``. ``track_state`` ``[N, HV, V, K]`` float32 receives the state at the start of
     chunk ``track_chunk_idx[n]`` of sequence n, where there is such a chunk.
+
+    Not SGLang's are ``chunk_states``, ``track_offsets`` and ``track_rows``: see
+    :func:`kdacore.integrations.sglang_gdn_arguments.extend`. Without ``chunk_states`` nothing goes to ``track_state``.
     """
     arguments = {
         **_options(lower_bound, A_log, dt_bias),
@@ -204,7 +218,11 @@ def extend(
         "state_indices": cache_indices,
         "inplace_state": True,
         "cu_seqlens": query_start_loc,
+        **checkpoints(track_offsets, track_rows),
     }
+    if not chunk_states:
+        kept = None if track_rows is None else WRITTEN
+        return Call("chunk_kda", arguments, lambda result: (result[0], kept))
     if not return_intermediate_states and track_state is None:
         return Call("chunk_kda", arguments, output)
     arguments["checkpoint_every"] = CHUNK

@@ -15,6 +15,8 @@ from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.sglang_parts import (
     CHUNK,
+    WRITTEN,
+    checkpoints,
     output,
     packed_columns,
     refuse_replay,
@@ -127,12 +129,17 @@ def extend(
     track_state: None = None,
     track_chunk_idx: None = None,
     chunk_states: bool = True,
+    track_offsets: Tensor | None = None,
+    track_rows: Tensor | None = None,
 ) -> Call:
     """Prefill from rows of the pool, and into them with ``inplace_update``. ``g`` is the log decay and ``beta`` comes
     after its sigmoid, ``[1, T, HV]`` each.
 
-    ``chunk_states`` is not SGLang's: whether it reads the states at the start of every 64 tokens. Returns
-    ``(o, None, states)``, ``o`` ``[1, T, HV, V]``, the states ``[1, chunks, HV, V, K]`` or None.
+    Not SGLang's are ``chunk_states``, whether the states at the start of every 64 tokens are returned, and
+    ``track_offsets`` ``[C]`` with ``track_rows`` ``[C]``: states before these tokens go to these rows of the pool.
+
+    Returns ``(o, None, states)``, ``o`` ``[1, T, HV, V]``, the states ``[1, chunks, HV, V, K]`` or in their place None,
+    or ``WRITTEN`` with ``track_rows``.
     """
     if track_state is not None or track_chunk_idx is not None:
         raise ContractError("extend", "track_state", "an array", "None: SGLang's kernel does not write it")
@@ -147,9 +154,11 @@ def extend(
         "state_indices": cache_indices,
         "inplace_state": inplace_update,
         "cu_seqlens": query_start_loc,
+        **checkpoints(track_offsets, track_rows),
     }
     if not chunk_states:
-        return Call("chunk_gated_delta_rule", arguments, lambda result: (result[0], None, None))
+        states = None if track_rows is None else WRITTEN
+        return Call("chunk_gated_delta_rule", arguments, lambda result: (result[0], None, states))
     arguments["checkpoint_every"] = CHUNK
     return Call("chunk_gated_delta_rule", arguments, lambda result: (result[0], None, result[2].unsqueeze(0)))
 

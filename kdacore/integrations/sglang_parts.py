@@ -15,6 +15,15 @@ CHUNK = 64
 """Tokens of SGLang's chunks, at whose starts it keeps states for its prefix cache."""
 
 
+class _Written:
+    def __repr__(self) -> str:
+        return "the states at chunk starts are in their slots"
+
+
+WRITTEN = _Written()
+"""In place of the states at chunk starts: those that are tracked are in their slots already."""
+
+
 def packed_columns(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v ``[B, 1, heads, size]`` as columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``."""
     heads = (mixed_qkv.shape[1] - HV * V) // (2 * K)
@@ -29,6 +38,11 @@ def packed_columns(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, 
 def output(result: Any) -> Tensor:
     o: Tensor = result[0]
     return o
+
+
+def checkpoints(offsets: Tensor | None, rows: Tensor | None) -> dict[str, Any]:
+    """The arguments for states at tokens to rows of the pool; none where there are no rows."""
+    return {} if rows is None else {"checkpoint_offsets": offsets, "checkpoint_indices": rows}
 
 
 def refuse_replay(replayssm_d: object, replayssm_write_pos: object) -> None:

@@ -32,6 +32,10 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_SGLANG}/kernels/kda_triton.py": tuple(f"TritonKDAKernel.{name}" for name in _METHODS),
         f"{_SGLANG}/kernels/gdn_triton.py": tuple(f"TritonGDNKernel.{name}" for name in _METHODS),
         f"{_SGLANG}/gdn_backend.py": ("GDNAttnBackend.forward_extend",),
+        f"{_SGLANG}/kda_backend.py": ("KDAAttnBackend.forward_extend",),
+        "sglang/srt/layers/attention/hybrid_linear_attn_backend.py": (
+            "MambaAttnBackendBase._track_mamba_state_extend",
+        ),
         "sglang/srt/plugins/hook_registry.py": ("HookRegistry.register",),
     },
 }
@@ -42,6 +46,16 @@ CONSTANTS = {
         "vllm/plugins/__init__.py": ("DEFAULT_PLUGINS_GROUP",),
     },
     "sglang": {
+        "sglang/srt/layers/attention/mamba/mamba2_metadata.py": tuple(
+            f"ForwardMetadata.{name}"
+            for name in (
+                "has_mamba_track_mask",
+                "mamba_cache_indices",
+                "query_start_loc",
+                "track_ssm_h_dst",
+                "track_ssm_h_src",
+            )
+        ),
         "sglang/srt/plugins/__init__.py": ("GENERAL_PLUGINS_GROUP",),
         "sglang/srt/plugins/hook_registry.py": ("HookType.AROUND",),
     },

@@ -12,6 +12,7 @@ from typing import Any
 from published_sources import FACTS
 
 from kdacore.integrations import sglang
+from kdacore.integrations.sglang_tracked_states import OBSERVED
 
 THEIRS = "computed by SGLang"
 _REGISTRY = """
@@ -44,12 +45,24 @@ class HookRegistry:
         return lambda *args, **kwargs: hook(original, *args, **kwargs)
 """
 _BACKEND = """
-class GDNAttnBackend:
-    def __init__(self, kernel):
-        self.kernel = kernel
+class {name}:
+    def __init__(self, kernel, forward_metadata):
+        self.kernel, self.forward_metadata = kernel, forward_metadata
 
-    def forward_extend(self, **given):
-        return self.kernel.extend(**given)
+    def forward_extend(self, layer, forward_batch, **given):
+        found = self.kernel.extend(cache_indices=self.forward_metadata.mamba_cache_indices, **given)
+        o, h = found[0], found[-1]
+        if self.forward_metadata.has_mamba_track_mask:
+            self._track_mamba_state_extend(
+                forward_batch, h, given["ssm_states"], self.forward_metadata, h_track_buf=None
+            )
+        return o
+
+    def _track_mamba_state_extend(self, forward_batch, h, ssm_states, forward_metadata, *, h_track_buf):
+        m = forward_metadata
+        if m.track_ssm_h_src.numel() > 0:
+            ssm_states[m.track_ssm_h_dst] = h.squeeze(0)[m.track_ssm_h_src].to(ssm_states.dtype)
+        ssm_states[m.track_ssm_final_dst] = ssm_states[m.track_ssm_final_src]
 """
 
 
@@ -58,7 +71,8 @@ def make(folder: Path) -> None:
     source = folder / "sglang" / "srt"
     _write(source / "plugins" / "hook_registry.py", _REGISTRY)
     linear = source / "layers" / "attention" / "linear"
-    _write(linear / "gdn_backend.py", _BACKEND)
+    for module, name in OBSERVED.items():
+        _write(linear / f"{module.rpartition('.')[2]}.py", _BACKEND.format(name=name))
     published = json.loads(FACTS.read_text())["sglang"]["functions"]
     for kernel in sglang.TRANSLATIONS:
         *_, module, name = kernel.split(".")

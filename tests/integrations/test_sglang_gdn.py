@@ -4,10 +4,8 @@ recurrence written out in float64."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,34 +141,6 @@ def test_extend_that_leaves_the_pool(kernel: Any) -> None:
     assert torch.equal(pool[1:], before[1:])
     for n in range(2):
         close(o[0, x.rows(n)], x.expected(n, before[3])[0])
-
-
-@pytest.mark.parametrize(
-    ("metadata", "read"),
-    [
-        ({"has_mamba_track_mask": False, "track_ssm_h_src": None}, False),
-        ({"has_mamba_track_mask": True, "track_ssm_h_src": torch.empty(0)}, False),
-        ({"has_mamba_track_mask": True, "track_ssm_h_src": torch.tensor([1])}, True),
-        ({}, True),
-    ],
-)
-def test_states_of_chunks_are_written_where_sglang_reads_them(
-    kernel: Any, metadata: dict[str, Any], read: bool
-) -> None:
-    module = importlib.import_module("sglang.srt.layers.attention.linear.gdn_backend")
-    backend = module.GDNAttnBackend(kernel)
-    backend.forward_metadata = SimpleNamespace(**metadata)
-    x = Model((1, 2), (70,))
-    pool = paged_pool(x.HV)
-    before = pool.clone()
-    with kdacore.record_selections() as ran:
-        o, _, h = backend.forward_extend(**prefill(x, pool, torch.tensor([4])))
-    assert ("checkpoints" in ran[0].request.features) == read == (h is not None)
-    want, after = x.expected(0, before[4])
-    close(o[0], want)
-    close(pool[4], after)
-    sglang.deactivate()
-    assert "observing" not in module.GDNAttnBackend.forward_extend.__qualname__
 
 
 @pytest.mark.parametrize("heads", HEADS)

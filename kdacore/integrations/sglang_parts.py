@@ -25,14 +25,18 @@ WRITTEN = _Written()
 
 
 def packed_columns(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v ``[B, 1, heads, size]`` as columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``."""
-    heads = (mixed_qkv.shape[1] - HV * V) // (2 * K)
-    q, k, v = mixed_qkv.split([heads * K, heads * K, HV * V], dim=-1)
-    return (
-        q.unflatten(-1, (heads, K)).unsqueeze(1),
-        k.unflatten(-1, (heads, K)).unsqueeze(1),
-        v.unflatten(-1, (HV, V)).unsqueeze(1),
-    )
+    """q, k and v ``[B, 1, heads, size]`` as columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``.
+
+    Raises:
+        ContractError: the columns are of no whole number of key heads.
+    """
+    B, columns = mixed_qkv.shape
+    H, rest = divmod(columns - HV * V, 2 * K)
+    if rest or H < 1:
+        want = f"those of {HV} value heads of {V} and key heads of {K} for q and for k"
+        raise ContractError("packed_decode", "mixed_qkv", f"{columns} columns", want)
+    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=-1)
+    return q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V)
 
 
 def output(result: Any) -> Tensor:
@@ -95,7 +99,7 @@ def verified(
         "write_pool": buffer.flatten(0, 1),
         # A row below zero stays below zero at every step: kdacore writes nothing there.
         "write_indices": torch.add(
-            _counting(steps, indices.dtype, indices.device), indices[:, None], alpha=most
+            _counting(steps, indices.dtype, indices.device), indices.unsqueeze(1), alpha=most
         ),
         "inplace_state": True,
     }

@@ -169,6 +169,15 @@ def test_decode_and_packed_decode(kernel: Any, heads: tuple[int, int]) -> None:
     assert not packed[0, 1].any() and torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
 
 
+def test_columns_of_no_whole_key_head_are_declined(kernel: Any) -> None:
+    x = Model((1, 2), (1,))
+    got = kernel.packed_decode(
+        mixed_qkv=x.mixed[:, 1:], **x.gate(), scale=1.0, ssm_states=paged_pool(2),
+        cache_indices=torch.tensor([1]), num_v_heads=2, head_v_dim=V,
+    )  # fmt: skip
+    assert got == sglang_package.THEIRS and "mixed_qkv" in reason("packed_decode")
+
+
 def test_decode_by_replay_is_declined(kernel: Any) -> None:
     x = Model((1, 2), (1,))
     ring = dict.fromkeys(("replayssm_d", "replayssm_k", "replayssm_g", "replayssm_write_pos"), torch.zeros(1))

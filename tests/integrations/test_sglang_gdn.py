@@ -43,11 +43,13 @@ class Model:
     @property
     def log_decay(self) -> Tensor:
         """``[1, T, HV]``."""
-        return (-self.A_log.exp() * torch.nn.functional.softplus(self.a + self.dt_bias)).unsqueeze(0)
+        return (
+            -self.A_log.exp() * torch.nn.functional.softplus(self.a.float() + self.dt_bias.float())
+        ).unsqueeze(0)
 
     @property
     def beta(self) -> Tensor:
-        return self.b.sigmoid().unsqueeze(0)
+        return self.b.float().sigmoid().unsqueeze(0)
 
     def rows(self, n: int) -> slice:
         return slice(int(self.offsets[n]), int(self.offsets[n + 1]))
@@ -167,6 +169,36 @@ def test_decode_and_packed_decode(kernel: Any, heads: tuple[int, int]) -> None:
             close(o[0, n : n + 1], want)
             close(states[rows[n]], after)
     assert not packed[0, 1].any() and torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+def test_dtypes_of_models_are_served(kernel: Any, state: torch.dtype) -> None:
+    """bfloat16 but for ``A_log``, the log decay, beta of a prefill and, by default, the states."""
+    x = Model((2, 8), (5, 1))
+    for name in ("mixed", "a", "b", "dt_bias"):
+        setattr(x, name, getattr(x, name).bfloat16())
+    pool = paged_pool(x.HV).to(state)
+    before, rows = pool.clone(), torch.tensor([4, 2], dtype=torch.int32)
+    given = prefill(x, pool, rows)
+    q, k, v = x.qkv
+    before_counts = [counts("extend"), counts("decode"), counts("target_verify")]
+    o, _, _ = kernel.extend(**given)
+    verify = {**verification(x, before, 5), "cache_indices": rows, "intermediate_state_indices": rows}
+    scratch = torch.zeros(5, 5, x.HV, V, K, dtype=state)
+    verified = kernel.target_verify(**verify, intermediate_states_buffer=scratch)
+    pool.copy_(before)
+    decoded = kernel.decode(
+        q=q, k=k, v=v, **x.gate(), ssm_states=pool, cache_indices=rows, query_start_loc=x.offsets
+    )
+    after_counts = [counts("extend"), counts("decode"), counts("target_verify")]
+    assert after_counts == [(served + 1, declined) for served, declined in before_counts]
+    for n in range(2):
+        want, after = x.expected(n, before[rows[n]])
+        for got in (o, decoded, verified):
+            assert got.dtype is torch.bfloat16
+            assert (got[0, x.rows(n)].double() - want).norm() <= 4.5e-3 * want.norm()
+        for got in (pool[rows[n]], scratch[rows[n], x.lengths[n] - 1]):
+            assert (got.double() - after).norm() <= 3.3e-3 * after.norm()
 
 
 def test_columns_of_no_whole_key_head_are_declined(kernel: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kdacore.compat.call import Call
+from kdacore.compat.fla_cp_context import over_ranks
 from kdacore.errors import ContractError
 
 _CHUNK_STATES_EVERY = 64
@@ -41,7 +42,7 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: Any = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
     *,
@@ -63,7 +64,8 @@ def chunk_kda(
         chunk_size: 32 or 64. Without effect on the results.
         use_graph, max_num_seqs: without effect: kdacore never reads ``cu_seqlens`` on the host, so a captured call may
             be replayed with other values in it.
-        cp_context: must be None.
+        cp_context: of the contiguous layout, made while ``kdacore.integrations.fla`` is active; the call is then made
+            with ``cp``. Initial and final states, and ``use_graph``, are refused with it.
         transpose_state_layout: the former name of ``state_v_first``.
         head_first: must be False: inputs are ``[B, T, H, ...]``.
 
@@ -80,8 +82,8 @@ def chunk_kda(
     op = "chunk_kda"
     if transpose_state_layout is not None:
         state_v_first = _by_former_name(op, state_v_first, transpose_state_layout)
-    if cp_context is not None or head_first:
-        _refuse(op, cp_context=cp_context, head_first=head_first)
+    if head_first:
+        _refuse(op, head_first=head_first)
     if chunk_size != 64:
         _check_chunk_size(op, chunk_size, (32, 64))
     if use_graph:
@@ -110,6 +112,15 @@ def chunk_kda(
         "cu_seqlens_cpu": None if use_graph or cu_seqlens is None else cu_seqlens_cpu,
         "disable_recompute": bool(disable_recompute),
     }
+    if cp_context is not None:
+        arguments |= over_ranks(
+            op,
+            cp_context,
+            q.shape[1],
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_graph=use_graph,
+        )
     if not return_intermediate_states:
         return Call(op, arguments)
     _check_intermediate_states(op, arguments, chunk_size)
@@ -134,7 +145,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: Any = None,
     *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -151,7 +162,7 @@ def chunk_gated_delta_rule(
         initial_state: ``[N, HV, K, V]`` in any float dtype; computed with, and returned, in float32.
         chunk_indices: a tensor that is derived from ``cu_seqlens``; not needed here.
         chunk_size: 16, 32 or 64. Without effect on the results.
-        cp_context: must be None.
+        cp_context: as of :func:`chunk_kda`.
         transpose_state_layout: the former name of ``state_v_first``.
         head_first: must be False: inputs are ``[B, T, H, ...]``.
 
@@ -166,8 +177,8 @@ def chunk_gated_delta_rule(
     op = "chunk_gated_delta_rule"
     if transpose_state_layout is not None:
         state_v_first = _by_former_name(op, state_v_first, transpose_state_layout)
-    if cp_context is not None or head_first:
-        _refuse(op, cp_context=cp_context, head_first=head_first)
+    if head_first:
+        _refuse(op, head_first=head_first)
     if chunk_size != 64:
         _check_chunk_size(op, chunk_size, (16, 32, 64))
     if chunk_indices is not None and not isinstance(chunk_indices, Tensor):
@@ -193,6 +204,14 @@ def chunk_gated_delta_rule(
         "cu_seqlens": cu_seqlens,
         "cu_seqlens_cpu": None if cu_seqlens is None else cu_seqlens_cpu,
     }
+    if cp_context is not None:
+        arguments |= over_ranks(
+            op,
+            cp_context,
+            q.shape[1],
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
     return Call(op, arguments)
 
 
@@ -221,6 +240,7 @@ def fused_recurrent_kda(
     :func:`kdacore.fused_recurrent_kda`. Gradients flow, which they do not there.
 
     Args:
+        v: may be float16 or bfloat16 beside float32 q and k; ``o`` is in its dtype.
         A_log: HV elements in any shape and any float dtype. Without effect unless ``use_gate_in_kernel``.
         dt_bias: ``HV * K`` elements. Without effect unless ``use_gate_in_kernel``.
         initial_state: ``[N, HV, K, V]`` in any float dtype; computed with, and returned, in float32.
@@ -258,7 +278,7 @@ def fused_recurrent_kda(
         "state_v_first": bool(state_v_first),
         "cu_seqlens": cu_seqlens,
     }
-    return Call(op, arguments)
+    return _of_one_dtype(op, arguments)
 
 
 def fused_recurrent_kda_fwd(
@@ -340,8 +360,10 @@ def fused_recurrent_kda_fwd(
     if torch.is_grad_enabled():
         arrays = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
         arguments.update({n: x.detach() for n, x in arrays.items() if x.requires_grad})
-    finish = (lambda result: (result[0], initial_state)) if inplace_final_state else None
-    return Call(call.op, arguments, finish)
+    if not inplace_final_state:
+        return Call(call.op, arguments, call.finish)
+    narrowed = call.finish or _as_it_is
+    return Call(call.op, arguments, lambda result: (narrowed(result)[0], initial_state))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -370,6 +392,7 @@ def fused_recurrent_gated_delta_rule(
     :func:`kdacore.fused_recurrent_gated_delta_rule`. Gradients flow, which they do not there.
 
     Args:
+        v: as of :func:`fused_recurrent_kda`.
         g: ``[B, T, HV]``, one decay for each head; None for no decay.
         gk: ``[B, T, HV, K]``, one decay for each channel, beside ``g`` or instead of it. Such a call is computed by
             :func:`kdacore.fused_recurrent_kda`.
@@ -421,7 +444,7 @@ def fused_recurrent_gated_delta_rule(
         "state_v_first": bool(state_v_first),
         "cu_seqlens": cu_seqlens,
     }
-    return Call(op, arguments)
+    return _of_one_dtype(op, arguments)
 
 
 def fused_kda_gate(
@@ -537,6 +560,22 @@ def _float32(state: Tensor | None) -> Tensor | None:
     if state is None or state.dtype is torch.float32 or state.dtype is torch.float64:
         return state
     return state.float()
+
+
+def _of_one_dtype(op: str, arguments: dict[str, Any]) -> Call:
+    """A call in float32 where v is narrower than float32 q and k, with ``o`` in v's dtype then."""
+    q, v = arguments["q"], arguments["v"]
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor)):
+        return Call(op, arguments)
+    narrow = v.dtype
+    if q.dtype is not torch.float32 or narrow not in (torch.float16, torch.bfloat16):
+        return Call(op, arguments)
+    arguments["v"] = v.float()
+    return Call(op, arguments, lambda result: (result[0].to(narrow), result[1]))
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
 
 
 def _check_intermediate_states(op: str, arguments: dict[str, Any], chunk_size: int) -> None:

@@ -59,8 +59,12 @@ _HOSTS: dict[str, _Host] = {
     ),
     "sglang": _Host(
         ("sglang",),
-        ("extend", "decode", "packed_decode", "target_verify"),
-        lambda _: "the kernel class TritonKDAKernel",
+        tuple(
+            f"{kernel}.{method}"
+            for kernel in ("TritonKDAKernel", "TritonGDNKernel")
+            for method in ("extend", "decode", "packed_decode", "target_verify")
+        ),
+        lambda _: "the kernel classes TritonKDAKernel and TritonGDNKernel",
     ),
     "transformers": _Host(
         ("transformers",),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdacore import config
 from kdacore.compat import fla_arguments
+from kdacore.compat.fla_cp_context import note_whole_row
 from kdacore.integrations.flash_qla_times import why_slower
 from kdacore.integrations.handover import Handover, handed_over, was_asked_for
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
@@ -76,6 +77,7 @@ def activate() -> None:
         return
     _register()
     _replace_recurrent_gdn()
+    _note_whole_rows()
     _active = True
 
 
@@ -223,6 +225,32 @@ def _replace_recurrent_gdn() -> None:
     handover = _HANDOVERS["fused_recurrent_gated_delta_rule"]
     module = importlib.import_module("fla.ops.gated_delta_rule.fused_recurrent")
     _replace(module, "FusedRecurrentFunction", handover, lambda original: _RecurrentGDN(handover, original))
+
+
+def _note_whole_rows() -> None:
+    """Contexts of a context parallel call hold the offsets within a rank; those of the whole row are noted on them
+    where they are made. The function is looked up in its module by ``fla.ops.cp.build_cp_context``."""
+    name = "fla.ops.cp.context"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:  # a release without context parallel calls
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return
+    _patches.replace(module, "get_cp_cu_seqlens", _noting_whole_rows)
+
+
+def _noting_whole_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_cp_cu_seqlens(*args: Any, **kwargs: Any) -> Any:
+        context = original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        note_whole_row(context, given["cu_seqlens"], given.get("cu_seqlens_cpu"))
+        return context
+
+    return get_cp_cu_seqlens
 
 
 class _RecurrentGDN:

@@ -17,16 +17,17 @@ import torch
 
 from kdacore.arrays.torch.eager import TORCH
 from kdacore.compat.call import Call, run
-from kdacore.dispatch.plan import PREFERENCE, is_plain
+from kdacore.dispatch.plan import PREFERENCE, is_plain, key_of
 from kdacore.dispatch.recognition import Matcher, ShapesOf, matcher, shapes_of
 from kdacore.dispatch.selection_queries import Answer, answer
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, UnsupportedError
 from kdacore.integrations.hooks import Hook
 from kdacore.ops import OPS
 from kdacore.ops.binding import binder
 from kdacore.registry import REGISTRY
 
 if TYPE_CHECKING:
+    from kdacore.ops import OpDef
     from kdacore.types import Selection
 
 Verdict = tuple[bool, "str | None"]
@@ -42,6 +43,7 @@ _MAX_FAMILIES = 4
 """Families of calls that differ in lengths alone."""
 _MAX_LENGTHS = 4096
 """Verdicts kept of one family."""
+_MAX_OVER_RANKS = 256
 
 
 class Handover:
@@ -75,6 +77,7 @@ class Handover:
         self._refused: set[Any] = set()
         self._families: tuple[tuple[object, ShapesOf, dict[Any, Verdict]], ...] = ()
         self._kinds: dict[Any, int] = {}
+        self._over_ranks: dict[Any, Verdict] = {}
         REGISTRY.on_change(self.forget)
 
     def forget(self) -> None:
@@ -83,6 +86,7 @@ class Handover:
         self._refused = set()
         self._families = ()
         self._kinds = {}
+        self._over_ranks = {}
 
     def verdict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
         """Does kdacore take the call of these arguments? The reason it gives is kdacore's own."""
@@ -105,8 +109,7 @@ class Handover:
         return run(self.translate(*args, **kwargs))
 
     def _declined(self, reason: str) -> Verdict:
-        self.hook.declined += 1
-        self.hook.reason = reason
+        self.hook.decline(reason)
         return False, reason
 
     def _by_lengths(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:
@@ -147,12 +150,34 @@ class Handover:
         except (ContractError, TypeError) as error:
             return self._keep(asked, arrays, options, (False, str(error)), self._refused_before(options))
         opdef = OPS[call.op]
+        if call.arguments.get("cp") is not None:
+            return self._verdict_over_ranks(asked, opdef, call.arguments)
         found = answer(opdef, *binder(opdef)(**call.arguments))
         verdict = _verdict_on(found)
         if verdict is _TAKEN and self.why_left is not None and found.selection is not None:
             reason = self.why_left(found.selection, args, kwargs)
             verdict = (False, reason) if reason else _TAKEN
         return self._keep(asked, arrays, options, verdict, found.repeated)
+
+    def _verdict_over_ranks(self, asked: object, opdef: OpDef, arguments: dict[str, Any]) -> Verdict:
+        """On a call with ``cp``, which is the same on every rank. Remembered by shapes and the number of ranks."""
+        from kdacore.parallel import explain, local_call, torch_ranks  # here: few calls are spread over ranks
+
+        arrays, options, backend = binder(opdef)(**arguments)
+        inputs = opdef.inputs(*arrays)
+        cp, alone = local_call.without_cp(opdef, options)
+        try:
+            key = key_of(TORCH, opdef, inputs, alone, (asked, torch_ranks.ranks_of(opdef.name, cp).size))
+            known = self._over_ranks.get(key)
+            if known is None:
+                known = _verdict_on_spread(explain.explain(opdef, inputs, options, backend))
+        except (ContractError, UnsupportedError) as error:
+            return False, str(error)
+        if key is not None:
+            if len(self._over_ranks) >= _MAX_OVER_RANKS:
+                self._over_ranks.clear()
+            self._over_ranks[key] = known
+        return known
 
     def _refused_before(self, options: tuple[Any, ...]) -> bool:
         """Were options like these refused by the translation before?"""
@@ -174,10 +199,16 @@ class Handover:
 
 
 def _verdict_on(found: Answer) -> Verdict:
-    if found.selection is None:
-        return False, str(found.error)
-    if left_to_the_reference(found.selection):
-        return False, _why_the_reference(found.selection)
+    return (False, str(found.error)) if found.selection is None else _verdict_on_backend(found.selection)
+
+
+def _verdict_on_spread(selection: Selection) -> Verdict:
+    return _verdict_on_backend(selection) if selection.backend else (False, selection.why)
+
+
+def _verdict_on_backend(selection: Selection) -> Verdict:
+    if left_to_the_reference(selection):
+        return False, _why_the_reference(selection)
     return _TAKEN
 
 

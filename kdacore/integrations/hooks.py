@@ -35,6 +35,11 @@ class Hook:
         self.served = self.declined = 0
         self.reason = ""
 
+    def decline(self, reason: str) -> None:
+        """Count a call that is left to the host."""
+        self.declined += 1
+        self.reason = reason
+
     def status(self) -> HookStatus:
         return HookStatus(self.function, self.place, self.served, self.declined, self.reason)
 

@@ -1,42 +1,58 @@
-"""SGLang computes Kimi Delta Attention with kdacore, its code and its callers unchanged.
+"""SGLang computes Kimi Delta Attention and the gated delta rule with kdacore, its code and its callers unchanged.
 
 SGLang finds :func:`plugin` by its entry point. It does nothing unless ``KDACORE_INTEGRATIONS`` names ``sglang``; then
-hooks are registered around the methods of SGLang's Triton kernel class: prefill, decoding, packed decoding, and the
-verification of drafted tokens. They apply where SGLang uses that class (``--linear-attn-backend triton``, its default).
+hooks are registered around the methods of SGLang's two Triton kernel classes: prefill, decoding, packed decoding, and
+the verification of drafted tokens. They apply where SGLang uses these classes (``--linear-attn-backend triton``).
 A call that kdacore would not serve, or only by its reference backend, stays with SGLang.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from kdacore import integrations
-from kdacore.integrations import sglang_arguments
+from kdacore.integrations import (
+    later_imports,
+    sglang_arguments,
+    sglang_gdn_arguments,
+    sglang_tracked_states,
+)
 from kdacore.integrations.handover import Handover, compute_or_leave
-from kdacore.integrations.hooks import Hook, HookStatus
+from kdacore.integrations.hooks import Hook, HookStatus, Patches
 
-KERNEL_CLASS = "sglang.srt.layers.attention.linear.kernels.kda_triton.TritonKDAKernel"
+_KERNELS = "sglang.srt.layers.attention.linear.kernels"
+KDA_KERNEL = f"{_KERNELS}.kda_triton.TritonKDAKernel"
+GDN_KERNEL = f"{_KERNELS}.gdn_triton.TritonGDNKernel"
+TRANSLATIONS: dict[str, ModuleType] = {KDA_KERNEL: sglang_arguments, GDN_KERNEL: sglang_gdn_arguments}
+"""What translates the arguments of the methods, by the kernel class."""
 METHODS = ("extend", "decode", "packed_decode", "target_verify")
+_FOR_OTHER_PREFILLS = frozenset(
+    {
+        "extend_prefix_lens",
+        "layer_id",
+        "num_state_checkpoints",
+        "state_checkpoint_cu_starts",
+        "state_checkpoint_every_n_tokens",
+    }
+)
 WITHOUT_EFFECT: dict[str, frozenset[str]] = {
-    "extend": frozenset(
-        {
-            "chunk_indices",
-            "chunk_offsets",
-            "extend_prefix_lens",
-            "extend_seq_lens_cpu",
-            "is_spec_decode",
-            "layer_id",
-            "num_state_checkpoints",
-            "state_checkpoint_cu_starts",
-            "state_checkpoint_every_n_tokens",
-            "state_checkpoint_indices",
-            "track_ssm_h_batch_src",
-            "track_ssm_h_src",
-        }
-    )
+    f"{KDA_KERNEL}.extend": _FOR_OTHER_PREFILLS
+    | {
+        "chunk_indices",
+        "chunk_offsets",
+        "extend_seq_lens_cpu",
+        "is_spec_decode",
+        "state_checkpoint_indices",
+        "track_ssm_h_batch_src",
+        "track_ssm_h_src",
+    },
+    f"{GDN_KERNEL}.extend": _FOR_OTHER_PREFILLS | {"output"},
+    f"{GDN_KERNEL}.target_verify": frozenset({"stable_rows"}),
 }
-"""Keywords that SGLang passes for its other kernels, and that its Triton class passes over."""
+"""Keywords that SGLang passes for its other kernels, and that its Triton classes pass over."""
+_NO_GPU = "SGLang runs on no NVIDIA or AMD GPU, and its kernels there may lay states out in another way"
 
 _active = False
 
@@ -46,8 +62,17 @@ def is_active() -> bool:
     return _active
 
 
-_HANDOVERS = {name: Handover(getattr(sglang_arguments, name), Hook(name), is_active) for name in METHODS}
+def _handover(kernel: str, method: str) -> Handover:
+    hook = Hook(f"{kernel.rpartition('.')[2]}.{method}")
+    return Handover(getattr(TRANSLATIONS[kernel], method), hook, is_active)
+
+
+_HANDOVERS = {
+    f"{kernel}.{method}": _handover(kernel, method) for kernel in TRANSLATIONS for method in METHODS
+}
+"""By the dotted path of the method."""
 _registered = False
+_patches = Patches()
 
 
 def plugin() -> None:
@@ -62,20 +87,25 @@ def activate() -> None:
         ImportError: SGLang is not installed, or has no registry of hooks.
     """
     global _active, _registered
-    _active = True
-    if _registered:  # SGLang's registry keeps hooks for good
+    if _active:
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    if not _registered:  # SGLang's registry keeps hooks for good
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name in METHODS:
-        HookRegistry.register(f"{KERNEL_CLASS}.{name}", around(name), HookType.AROUND)
-        _HANDOVERS[name].hook.place = f"{KERNEL_CLASS}.{name}, hooked"
-    _registered = True
+        for method, handover in _HANDOVERS.items():
+            HookRegistry.register(method, around(method), HookType.AROUND)
+            handover.hook.place = f"{method}, hooked"
+        _registered = True
+    _active = True
+    for module in sglang_tracked_states.OBSERVED:
+        later_imports.when_imported(module, _observe)
 
 
 def deactivate() -> None:
     """Leave every call to SGLang again. The hooks stay and pass every call on."""
     global _active
+    later_imports.forget(_observe)
+    _patches.undo()
     _active = False
 
 
@@ -84,9 +114,12 @@ def status() -> tuple[HookStatus, ...]:
     return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
 
 
-def around(name: str) -> Callable[..., Any]:
-    """The hook around one method: called with the method, the kernel object and the call's arguments."""
-    handover, dropped = _HANDOVERS[name], WITHOUT_EFFECT.get(name, frozenset())
+def around(path: str) -> Callable[..., Any]:
+    """The hook around the method at a dotted path: called with the method, the kernel object and the call's
+    arguments."""
+    handover, dropped = _HANDOVERS[path], WITHOUT_EFFECT.get(path, frozenset())
+    # Its KDA backend reads states of a prefill only where it asked for them.
+    returns_states = {f"{KDA_KERNEL}.extend": False, f"{GDN_KERNEL}.extend": True}.get(path)
 
     def hook(method: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
         def leave() -> Any:
@@ -94,7 +127,16 @@ def around(name: str) -> Callable[..., Any]:
 
         if not _active:
             return leave()
+        if not getattr(kernel, "supports_packed_decode", True):
+            handover.hook.decline(_NO_GPU)
+            return leave()
         given = {key: value for key, value in kwargs.items() if key not in dropped}
+        if returns_states is not None and given.get("return_intermediate_states", returns_states):
+            given |= sglang_tracked_states.wanted(given.get("cache_indices"))
         return compute_or_leave(handover, args, given, leave)
 
     return hook
+
+
+def _observe(module: ModuleType) -> None:
+    sglang_tracked_states.observe(module, _patches)

@@ -16,9 +16,15 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
-
-_CHUNK = 64
-"""Tokens of SGLang's chunks, at whose starts it keeps states for its prefix cache."""
+from kdacore.integrations.sglang_parts import (
+    CHUNK,
+    WRITTEN,
+    checkpoints,
+    output,
+    packed_columns,
+    refuse_replay,
+    verified,
+)
 
 
 def _options(lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
@@ -60,16 +66,15 @@ def packed_decode(
 
     ``a`` holds ``B * HV * K`` and ``b`` ``B * HV`` elements. Returns ``o`` ``[1, B, HV, V]``.
     """
-    if replayssm_d is not None and replayssm_write_pos is not None and lower_bound is None:
-        raise ContractError("packed_decode", "replayssm_d", "an array", "None: states are not replayed")
-    B, HV, V, K = mixed_qkv.shape[0], num_v_heads, head_v_dim, ssm_states.shape[-1]
-    heads = (mixed_qkv.shape[1] - HV * V) // (2 * K)
-    q, k, v = mixed_qkv.split([heads * K, heads * K, HV * V], dim=-1)
+    if lower_bound is None:
+        refuse_replay(replayssm_d, replayssm_write_pos)
+    B, HV, K = mixed_qkv.shape[0], num_v_heads, ssm_states.shape[-1]
+    q, k, v = packed_columns(mixed_qkv, HV, head_v_dim, K)
     arguments = {
         **_options(lower_bound, A_log, dt_bias),
-        "q": q.unflatten(-1, (heads, K)).unsqueeze(1),
-        "k": k.unflatten(-1, (heads, K)).unsqueeze(1),
-        "v": v.unflatten(-1, (HV, V)).unsqueeze(1),
+        "q": q,
+        "k": k,
+        "v": v,
         "g": a.reshape(B, 1, HV, K),
         "beta": b.reshape(B, 1, HV),
         "scale": scale,
@@ -104,7 +109,7 @@ def decode(
             "state_indices": cache_indices,
             "inplace_state": True,
         },
-        _output,
+        output,
     )
 
 
@@ -133,29 +138,18 @@ def target_verify(
 ) -> Call:
     """Verification of drafted tokens: the pool is read, the state after token t of sequence n goes to
     ``intermediate_states_buffer[intermediate_state_indices[n], t]``. Returns ``o`` ``[1, T, HV, V]``."""
-    op = "target_verify"
-    if retrieve_parent_token is not None:
-        raise ContractError(op, "retrieve_parent_token", "an array", "None: drafted tokens form a chain")
     if cache_ring:
-        raise ContractError(op, "cache_ring", "True", "False: states are not replayed")
-    arguments = {
-        **_recurrent(q, k, v, a, b, A_log, dt_bias, lower_bound, query_start_loc),
-        "initial_state": ssm_states,
-        "state_indices": cache_indices,
-    }
-    if intermediate_states_buffer is None or intermediate_state_indices is None:
-        return Call("fused_recurrent_kda", {**arguments, "read_only_state": True}, _output)
-    if not intermediate_states_buffer.is_contiguous():
-        raise ContractError(op, "intermediate_states_buffer", "strides", "a contiguous array")
-    N = query_start_loc.shape[0] - 1
-    first = intermediate_state_indices[:N, None] * cache_steps
-    rows = first + torch.arange(cache_steps, device=first.device)
-    arguments |= {
-        "write_pool": intermediate_states_buffer.flatten(0, 1),
-        "write_indices": torch.where(first < 0, -1, rows),
-        "inplace_state": True,
-    }
-    return Call("fused_recurrent_kda", arguments, _output)
+        raise ContractError("target_verify", "cache_ring", "True", "False: states are not replayed")
+    return verified(
+        "fused_recurrent_kda",
+        _recurrent(q, k, v, a, b, A_log, dt_bias, lower_bound, query_start_loc),
+        ssm_states,
+        cache_indices,
+        intermediate_states_buffer,
+        intermediate_state_indices,
+        cache_steps,
+        retrieve_parent_token,
+    )
 
 
 def _recurrent(
@@ -182,11 +176,6 @@ def _recurrent(
     }
 
 
-def _output(result: Any) -> Tensor:
-    o: Tensor = result[0]
-    return o
-
-
 def extend(
     q: Tensor,
     k: Tensor,
@@ -204,12 +193,18 @@ def extend(
     return_intermediate_states: bool = False,
     track_state: Tensor | None = None,
     track_chunk_idx: Tensor | None = None,
+    chunk_states: bool = True,
+    track_offsets: Tensor | None = None,
+    track_rows: Tensor | None = None,
 ) -> Call:
     """Prefill, from and into rows of the pool.
 
     Returns ``o`` ``[1, T, HV, V]``; with ``return_intermediate_states`` also the states at the start of every 64
     tokens, ``[1, chunks, HV, V, K]``. ``track_state`` ``[N, HV, V, K]`` float32 receives the state at the start of
     chunk ``track_chunk_idx[n]`` of sequence n, where there is such a chunk.
+
+    Not SGLang's are ``chunk_states``, ``track_offsets`` and ``track_rows``: see
+    :func:`kdacore.integrations.sglang_gdn_arguments.extend`. Without ``chunk_states`` nothing goes to ``track_state``.
     """
     arguments = {
         **_options(lower_bound, A_log, dt_bias),
@@ -223,10 +218,14 @@ def extend(
         "state_indices": cache_indices,
         "inplace_state": True,
         "cu_seqlens": query_start_loc,
+        **checkpoints(track_offsets, track_rows),
     }
+    if not chunk_states:
+        kept = None if track_rows is None else WRITTEN
+        return Call("chunk_kda", arguments, lambda result: (result[0], kept))
     if not return_intermediate_states and track_state is None:
-        return Call("chunk_kda", arguments, _output)
-    arguments["checkpoint_every"] = _CHUNK
+        return Call("chunk_kda", arguments, output)
+    arguments["checkpoint_every"] = CHUNK
 
     def finish(result: Any) -> Any:
         o, _, states = result
@@ -239,7 +238,7 @@ def extend(
 
 def _keep_tracked(states: Tensor, offsets: Tensor, track_state: Tensor, track_chunk_idx: Tensor) -> None:
     """Copy the tracked chunk-start states, without reading anything on the host."""
-    chunks = (offsets.diff() + _CHUNK - 1) // _CHUNK
+    chunks = (offsets.diff() + CHUNK - 1) // CHUNK
     N = chunks.shape[0]
     wanted = track_chunk_idx[:N]
     there = (wanted >= 0) & (wanted < chunks)

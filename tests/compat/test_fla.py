@@ -180,6 +180,38 @@ def test_half_precision_states_are_computed_with_and_returned_in_float32(op: str
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", ["fused_recurrent_kda", "fused_recurrent_gated_delta_rule"])
+def test_half_precision_v_beside_float32_q_and_k(op: str, dtype: torch.dtype) -> None:
+    x = arrays(gate=(K,) if op == "fused_recurrent_kda" else ())
+    v = x.pop("v").to(dtype)
+    o, state = getattr(kdacore, op)(**x, v=v.float(), output_final_state=True)
+    v.requires_grad_(True)
+    got = getattr(fla, op)(**x, v=v, output_final_state=True)
+    assert_same(got, (o.to(dtype), state))
+    got[0].float().sum().backward()
+    assert v.grad is not None and v.grad.dtype is dtype
+    with pytest.raises(kdacore.ContractError, match="'k'"):
+        getattr(fla, op)(**{**x, "k": x["k"].to(dtype)}, v=v)
+
+
+def test_half_precision_v_with_states_in_place() -> None:
+    x = arrays(T=1)
+    v, pool = x.pop("v").half(), states()
+    o, state = kdacore.fused_recurrent_kda(
+        **x, v=v.float(), initial_state=pool.clone(), output_final_state=True
+    )
+    for inplace in (False, True):
+        got = fla.fused_recurrent_kda_fwd(
+            *(x["q"], x["k"], v, x["g"], x["beta"]),
+            initial_state=pool,
+            output_final_state=True,
+            inplace_final_state=inplace,
+        )
+        assert_same(got, (o.half(), state))
+    assert got[1] is pool
+
+
 def test_the_former_name_of_state_v_first() -> None:
     x, state = arrays(), states().transpose(2, 3).contiguous()
     given = {"initial_state": state, "output_final_state": True}

@@ -19,7 +19,8 @@ FACTS = Path(__file__).with_name("published_signatures.json")
 _VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
 _VLLM_FLA = "vllm/third_party/flash_linear_attention/ops/{}.py"
 _VLLM_QWEN = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
-_SGLANG_CLASS = "sglang/srt/layers/attention/linear/kernels/kda_triton.py"
+_SGLANG = "sglang/srt/layers/attention/linear"
+_METHODS = ("extend", "decode", "packed_decode", "target_verify")
 FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
         _VLLM_KDA.format("kimi_k3", "chunk"): ("chunk_kda_with_fused_gate",),
@@ -41,8 +42,12 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         _VLLM_FLA.format("kda"): ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     },
     "sglang": {
-        _SGLANG_CLASS: tuple(
-            f"TritonKDAKernel.{name}" for name in ("extend", "decode", "packed_decode", "target_verify")
+        f"{_SGLANG}/kernels/kda_triton.py": tuple(f"TritonKDAKernel.{name}" for name in _METHODS),
+        f"{_SGLANG}/kernels/gdn_triton.py": tuple(f"TritonGDNKernel.{name}" for name in _METHODS),
+        f"{_SGLANG}/gdn_backend.py": ("GDNAttnBackend.forward_extend",),
+        f"{_SGLANG}/kda_backend.py": ("KDAAttnBackend.forward_extend",),
+        "sglang/srt/layers/attention/hybrid_linear_attn_backend.py": (
+            "MambaAttnBackendBase._track_mamba_state_extend",
         ),
         "sglang/srt/plugins/hook_registry.py": ("HookRegistry.register",),
     },
@@ -70,6 +75,16 @@ CONSTANTS = {
         "vllm/plugins/__init__.py": ("DEFAULT_PLUGINS_GROUP",),
     },
     "sglang": {
+        "sglang/srt/layers/attention/mamba/mamba2_metadata.py": tuple(
+            f"ForwardMetadata.{name}"
+            for name in (
+                "has_mamba_track_mask",
+                "mamba_cache_indices",
+                "query_start_loc",
+                "track_ssm_h_dst",
+                "track_ssm_h_src",
+            )
+        ),
         "sglang/srt/plugins/__init__.py": ("GENERAL_PLUGINS_GROUP",),
         "sglang/srt/plugins/hook_registry.py": ("HookType.AROUND",),
     },

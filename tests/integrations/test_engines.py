@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang_package
 import torch
 
 import kdacore
@@ -91,21 +92,12 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         folder = tmp_path.joinpath(*module.split("."))
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text(SOURCE)
-    hooks = tmp_path / "sglang" / "srt" / "plugins"
-    hooks.mkdir(parents=True)
-    (hooks / "hook_registry.py").write_text(
-        "import enum\n"
-        "class HookType(enum.Enum):\n    AROUND = 'around'\n"
-        "class HookRegistry:\n    hooks = {}\n"
-        "    @classmethod\n    def register(cls, target, hook, hook_type):\n"
-        "        assert hook_type is HookType.AROUND\n        cls.hooks[target] = hook\n"
-    )
+    sglang_package.make(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     vllm.deactivate()
-    sglang.deactivate()
-    sglang._registered = False
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("vllm", "sglang")]:
+    sglang_package.forget()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
         del sys.modules[name]
 
 
@@ -265,20 +257,7 @@ def test_modules_imported_before_are_hooked_too(engines: None) -> None:
 @pytest.fixture
 def kernel(engines: None) -> Any:
     """SGLang's kernel class as it is once the hooks are applied."""
-    sglang.activate()
-    hooks = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.hooks
-    assert set(hooks) == {f"{sglang.KERNEL_CLASS}.{name}" for name in sglang.METHODS}
-
-    class Kernel:
-        def __getattr__(self, name: str) -> Any:
-            def method(*args: Any, **kwargs: Any) -> Any:
-                return "computed by SGLang"
-
-            return lambda *args, **kwargs: hooks[f"{sglang.KERNEL_CLASS}.{name}"](
-                method, self, *args, **kwargs
-            )
-
-    return Kernel()
+    return sglang_package.kernel(sglang.KDA_KERNEL)
 
 
 def test_sglang_extend_with_tracked_states(kernel: Any) -> None:
@@ -335,7 +314,7 @@ def test_sglang_decode_and_packed_decode(kernel: Any) -> None:
 
 def test_sglang_verify_writes_scratch_rows_alone(kernel: Any) -> None:
     x = Model((3, 2))
-    pool, scratch = paged_pool(6), torch.full((5, 4, H, K, K), 7.0)
+    pool, scratch = paged_pool(6), torch.full((5, 6, H, K, K), 7.0)  # room for more drafts
     before, rows, slots = pool.clone(), torch.tensor([4, 2]), torch.tensor([3, 0])
     q, k, v = x.qkv
     given: dict[str, Any] = {
@@ -364,12 +343,14 @@ def test_sglang_verify_writes_scratch_rows_alone(kernel: Any) -> None:
     assert (scratch[[1, 2, 4]] == 7.0).all()
     close(kernel.target_verify(intermediate_states_buffer=None, **given), o)
     tree = {**given, "retrieve_parent_token": torch.zeros(2, 3), "intermediate_states_buffer": scratch}
-    assert kernel.target_verify(**tree) == "computed by SGLang"
+    assert kernel.target_verify(**tree) == sglang_package.THEIRS
 
 
 def test_sglang_computes_when_inactive(kernel: Any) -> None:
     sglang.deactivate()
-    assert kernel.extend() == "computed by SGLang" and not sglang.is_active()
+    x = torch.zeros(1)
+    given = {"ssm_states": x, "cache_indices": x, "query_start_loc": x}
+    assert kernel.extend(x, x, x, x, x, **given) == sglang_package.THEIRS and not sglang.is_active()
 
 
 # --- the entry points -----------------------------------------------------------------------------------------------

@@ -265,6 +265,19 @@ def _own(*_: Any, **__: Any) -> None:
     raise ComputedByFlaError
 
 
+def test_half_precision_v_beside_float32_q_and_k(integration: Any) -> None:
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+    from fla.ops.kda import fused_recurrent_kda
+
+    x = {n: torch.rand(1, 5, H, D) for n in "qkv"}
+    g, beta = -torch.rand(1, 5, H, D), torch.rand(1, 5, H)
+    for function, decay in ((fused_recurrent_kda, g), (fused_recurrent_gated_delta_rule, g[..., 0])):
+        with kdacore.record_selections() as ran:
+            o, _ = function(**{**x, "v": x["v"].half()}, g=decay, beta=beta)
+        want, _ = function(**{**x, "v": x["v"].half().float()}, g=decay, beta=beta)
+        assert len(ran) == 1 and torch.equal(o, want.half())
+
+
 def test_a_call_that_is_declined_gets_kdacores_reason(
     integration: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,7 +200,7 @@ def test_the_registry_before_0_6(fla_0_5: dict[str, ModuleType]) -> None:
     want = kdacore.fused_recurrent_gated_delta_rule(q, q, q, g[..., 0], beta)
     assert torch.equal(apply(q, q, q, g[..., 0], beta, None)[0], want[0])
     with pytest.raises(AssertionError, match="its own kernel"):
-        apply(q, q, q.bfloat16(), g[..., 0], beta, None)
+        apply(q, q.bfloat16(), q, g[..., 0], beta, None)
     places = {hook.function: hook.place for hook in integration.status()}
     assert places["chunk_kda"] == "fla.ops.backends, registry of kda"
     assert (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from published_sources import FACTS, read
 
-from kdacore.integrations import sglang, sglang_arguments, vllm, vllm_layers, vllm_pools
+from kdacore.integrations import sglang, sglang_tracked_states, vllm, vllm_layers, vllm_pools
 
 PUBLISHED: dict[str, Any] = json.loads(FACTS.read_text())
 KINDS = {
@@ -111,10 +111,22 @@ def test_vllm_has_the_arrays_of_layers_that_hooks_read() -> None:
 
 
 @pytest.mark.parametrize("name", sglang.METHODS)
-def test_sglang(name: str) -> None:
+@pytest.mark.parametrize("kernel", sglang.TRANSLATIONS)
+def test_sglang(kernel: str, name: str) -> None:
     """A prefix: what a method takes by ``**kwargs`` has a name in ours."""
-    ours, theirs = signature(getattr(sglang_arguments, name)), published("sglang", f"TritonKDAKernel.{name}")
+    ours = signature(getattr(sglang.TRANSLATIONS[kernel], name))
+    theirs = published("sglang", f"{kernel.rpartition('.')[2]}.{name}")
     assert ours[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("backend", sglang_tracked_states.OBSERVED.values())
+def test_what_is_observed_of_sglang(backend: str) -> None:
+    """That the metadata has its attributes is held where they are read from the wheel."""
+    assert published("sglang", f"{backend}.forward_extend")[0] == ["positional", "layer", ""]
+    track = names_and_kinds(published("sglang", "MambaAttnBackendBase._track_mamba_state_extend"))
+    assert track[:4] == [
+        ["positional", name] for name in ("forward_batch", "h", "ssm_states", "forward_metadata")
+    ]
 
 
 def test_constants() -> None:

@@ -78,18 +78,38 @@ ALLOWED = (
         {"K_DIM": 128, "CLUSTER": 1},
         "one block carries all 128 columns of a state, 32 a warp, in 168 registers; compiled only",
     ),
+    *(
+        Allowance(
+            spills,
+            "sm_90a",
+            f"sm90/gated_delta/{name}.cu",
+            {"SIZE": size},
+            "three units of 256 threads a multiprocessor leave 80 registers",
+        )
+        for name, size, spills in (
+            ("chunk_records", None, 8),
+            ("chunk_records_beside", None, 44),
+            ("chunk_records_beside", 64, 64),
+        )
+    ),
     Allowance(
-        24,
+        8,
         "sm_90a",
         "sm90/gated_delta/walk_records.cu",
         {"WARPGROUPS": 2, "MARKS": None},
         "two warpgroups leave 232 registers; what is needed once a chunk",
     ),
+    Allowance(
+        4,
+        "sm_90a",
+        "sm90/gated_delta/walk_records_keeping.cu",
+        {"WARPGROUPS": 2, "NARROW": None},
+        "as above",
+    ),
     *(
         Allowance(spills, "sm_90a", f"sm90/gated_delta/{name}.cu", {"MARKS": 1} | macros, _MARKS)
         for name, macros, spills in (
             ("walk_records", {"WARPGROUPS": 1}, 16),
-            ("walk_records", {"WARPGROUPS": 2}, 72),
             ("walk_records_beside", {}, 16),
             ("walk_first_segments", {}, 40),
             ("walk_later_segments", {}, 16),

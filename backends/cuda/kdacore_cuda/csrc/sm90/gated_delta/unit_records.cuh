@@ -38,8 +38,8 @@ static_assert(OFFSET(HeadFactors, scalars) - OFFSET(HeadFactors, record) ==
                   OFFSET(ChunkRecord, head) - OFFSET(ChunkRecord, factors),
               "one copy to the record");
 struct TeamMemory {
-  RecordImages record;
-  TriangularSystem system;
+  RecordImages record;  // before the image t comes, the system's high parts are in its place
+  LowerBlocks low;
 };
 struct UnitMemory {
   union {
@@ -194,7 +194,8 @@ __device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_b
 //
 // Left of the diagonal block the decay is a row's factor times a column's, both from the row block's first token on:
 // neither is larger than 1, and no row reads what is later.
-__device__ __forceinline__ void make_rows(u32 shared, u32 head, u32 system, u32 a, int row_block, int lane) {
+__device__ __forceinline__ void make_rows(u32 shared, u32 head, const TriangularSystem& system, u32 a,
+                                          int row_block, int lane) {
   const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, scalars.sum),
             pairs = shared + OFFSET(UnitMemory, pairs);
   const int g = lane >> 2, t = lane & 3;
@@ -261,14 +262,17 @@ template <class Threads>
 __device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& threads, u32 shared, u32 head,
                                             u32 team, long long record, int team_index, int row_block,
                                             int lane) {
-  const u32 system = team + OFFSET(TeamMemory, system), images = team + OFFSET(TeamMemory, record),
-            t = images + OFFSET(RecordImages, t);
+  const u32 images = team + OFFSET(TeamMemory, record), t = images + OFFSET(RecordImages, t);
+  const TriangularSystem system = {t, team + OFFSET(TeamMemory, low)};
   make_rows(shared, head, system, images + OFFSET(RecordImages, a), row_block, lane);
   sync_warp();
   threads.end_record_before();
-  invert_diagonal(system, t, row_block, lane);
+  const DiagonalColumn diagonal = invert_diagonal(system, row_block, lane);
   threads.sync_team(team_index);
-  merge_column(system, t, row_block, lane);
+  const BlockColumn below = merge_column(system, row_block, lane);
+  threads.sync_team(team_index);  // the system has been read
+  store_diagonal_column(diagonal, t, row_block, lane);
+  store_block_column(below, t, row_block, lane);
   fence_async_proxy();
   threads.sync_team(team_index);
   if (row_block == 0 && lane == 0) {

@@ -5,8 +5,8 @@
 //   S k^T,  S q^T,  y t^T (added to y),  (to_end u) k,  u a^T (added to output S q^T)
 //
 // A warp cannot go on before its products with left operands in registers have begun, so little of its other work lies
-// beside them: it is the other warpgroup's products that do. o is stored one chunk later, through a part of shared
-// memory of the warp's own.
+// beside them: it is the other warpgroup's products that do. Two warpgroups take turns (ProductTurns). o is stored one
+// chunk later, through a part of shared memory of the warp's own.
 //
 // A walk that KEEPS: u and the state at its start, both as the products have them, are stored for each chunk
 // (backward_workspace.cuh).
@@ -23,7 +23,7 @@
 constexpr int MOST_STAGES = 3;
 struct alignas(1024) Stage {
   WalkRecord record;
-  RingBarriers<MOST_STAGES> barriers;  // of all stages in the first one, where alignment leaves room
+  RingBarriers<MOST_STAGES> barriers;  // of all stages in the first one, where alignment leaves room; turns in the second
   alignas(1024) TileImage k;
   TileImage q;
   SquareImage values[WARPGROUPS];  // rows of tokens
@@ -108,6 +108,29 @@ __device__ __forceinline__ void end_state(State& state, const Params& p, const I
     write_own_state(state, p, row, l.t, final);
 }
 
+// Two warpgroups with halves of one state ask for a chunk's products with the state in turns: the first for those of
+// chunk c, then the second, then the first for those of c + 1. Else both would wait for the matrix unit at the same time,
+// and leave it idle at the same time.
+struct ProductTurns {
+  static constexpr bool TAKEN = WARPGROUPS == 2;
+  u32 barriers;  // each warpgroup waits for its own
+  __device__ __forceinline__ u32 of(int warpgroup) const { return barriers + 8 * warpgroup; }
+  __device__ __forceinline__ void wait(int warpgroup, int chunk) const {
+    if constexpr (TAKEN) barrier_wait(of(warpgroup), (chunk ^ warpgroup ^ 1) & 1);
+  }
+  __device__ __forceinline__ void pass(int warpgroup, int lane) const {
+    if constexpr (TAKEN) warp_arrive(of(warpgroup ^ 1), lane);
+  }
+};
+__device__ __forceinline__ ProductTurns product_turns(u32 shared) {
+  return {shared + (u32)sizeof(Stage) + OFFSET(Stage, barriers)};
+}
+__device__ __forceinline__ void make_product_turns(u32 shared) {
+  if constexpr (ProductTurns::TAKEN) {
+    if (thread_index() < 2) barrier_init(product_turns(shared).of(thread_index()), 4 * WARP_ARRIVALS);
+  }
+}
+
 // What is kept of a chunk: where a lane's part of u goes, and the state's image.
 struct KeptPlaces {
   OutputPlace u;
@@ -145,6 +168,8 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
   TokenOperand out = {};  // of the chunk before
   int marked = 0;  // the next chunk in which checkpoints lie
   if constexpr (MARKS) marked = next_mark<C>(p, item.s.first, item.s.length, 0);
+  const ProductTurns turns = product_turns(ring.shared);
+  const int warpgroup = l.row % BLOCK_VALUES / 64;
   KeptPlaces kept;
   if constexpr (KEEPS) kept = kept_places(p, item, l);
 #pragma unroll 1
@@ -169,6 +194,7 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
               t = operand_descriptor(record + OFFSET(RecordImages, t), 16, 1024);
     const u64 a = step(t, OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
     ring.wait_full();
+    turns.wait(warpgroup, c);
     Products u = {}, o = {};
     fence_registers(u);
     fence_registers(o);
@@ -177,6 +203,7 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
     warpgroup_commit();
     multiply_channels(o, s, q);
     warpgroup_commit();
+    turns.pass(warpgroup, l.lane);
     end_basic_block(ring);
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
@@ -241,6 +268,7 @@ __device__ __forceinline__ u32 staging_at(u32 shared, int warp) {
   return shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
 }
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {
+  make_product_turns(shared);
   make_ring_barriers<MOST_STAGES>(shared + OFFSET(Stage, barriers));
 }
 template <bool KEEPS, class Params, class Records = WrittenRecords>

@@ -45,7 +45,7 @@ def writes_elsewhere(request: Request) -> bool:
     return bool(more or request.has("record_update"))
 
 
-@pytest.mark.first_cases(8)
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("feature", "refuses"),
     [

@@ -132,6 +132,7 @@ def test_jax_arrays_that_are_gone() -> None:
                     ask()
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "op, names",
     [

@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str) -> None:
     first, second = CASES[name](0), CASES[name](1)

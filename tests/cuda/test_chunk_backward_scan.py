@@ -141,6 +141,7 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
         assert all(np.array_equal(again[name], found[0][name], equal_nan=True) for name in again)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("warpgroups", [1, 2])
 def test_compiles_without_spills(warpgroups: int) -> None:
     log = compile_kernel(scan_kernel(warpgroups).source, "sm_90a").log

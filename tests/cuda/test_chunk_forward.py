@@ -300,6 +300,7 @@ def use_helpers(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4) if used else 0)
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("T", [1, 64, 65, 96, 97, 300])
 def test_helpers_change_no_bits(
@@ -496,6 +497,7 @@ def test_many_short_sequences_with_states(
     same_in_shares(monkeypatch, inputs, 2, output_final_state=True, state_v_first=v_first, **options)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("T", [16, 40])
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_many_short_sequences_with_float32_gates(

@@ -46,6 +46,7 @@ def check(inputs: ChunkInputs, **options: Any) -> None:
     check_pools(chunk_forward, "chunk_kda", inputs, bounds, options)
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("multiprocessors", "B", "T", "HV", "null"),
     [

@@ -161,6 +161,7 @@ def test_maps(emulated: list[str], lengths: None, case: str) -> None:
             assert error(mine[tuple(at)], exact[tuple(at)]) < WALK_BOUND
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("case", LONG)
 def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: str) -> None:
     """Nine segments or more of a dense sequence: the ring goes round twice."""

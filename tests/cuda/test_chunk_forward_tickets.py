@@ -77,6 +77,7 @@ def same_bits(got: Outputs, want: Outputs) -> bool:
     return torch.equal(got.o, want.o) and torch.equal(got.final_state, want.final_state)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "options", [BOUNDED_MODEL, pytest.param(MODEL, marks=MORE)], ids=["bounded", "unbounded"]
@@ -141,6 +142,7 @@ HELD = {
 }
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
 @pytest.mark.parametrize("name", ["dense, cut", pytest.param("helpers, one head", marks=MORE)])
 def test_whatever_the_workspace_held(

@@ -143,6 +143,7 @@ def test_lengths_of_gradients(
     assert names_of(emulated) == BACKWARD
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_groups_and_states(
@@ -154,6 +155,7 @@ def test_gradients_of_groups_and_states(
     assert names_of(emulated) == GROUPED
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_gradients_of_a_padded_pack(
     emulated: list[str], dims: tuple[int, int], model: dict[str, Any]
@@ -168,6 +170,7 @@ def test_gradients_of_a_padded_pack(
         assert not getattr(got, name)[:, sum(lengths) :].any(), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("H", [1, 2])
 def test_gradients_of_log_gates(emulated: list[str], dims: tuple[int, int], H: int) -> None:
     """Without parameters of a gate, and without norms."""
@@ -223,6 +226,7 @@ def test_later_tokens_without_a_gradient_change_no_bit(emulated: list[str], dims
         assert same_bits(a[:, :100], b[:, :100]) and not a[:, 100:].any(), name
 
 
+@pytest.mark.exhaustive
 def test_what_the_forward_saves(emulated: list[str], warpgroups: int, dims: tuple[int, int]) -> None:
     """Gradients from it have the bits of those that are computed without."""
     inputs = pack((70, 0, 64, 5), 9, dims, HV=2, initial_state=state(4, 2, dims))
@@ -266,6 +270,7 @@ def test_forward(
     assert names_of(emulated) == ["chunk_forward"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_and_checkpoints(

@@ -320,6 +320,7 @@ def test_memory() -> None:
     assert saved_buffer(8192 * 64 // 64)[1] == 1092616192  # B1 T8192 H64
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("warpgroups", [1, 2])
 def test_compiles_without_spills(warpgroups: int) -> None:
     log = compile_kernel(scan_outputs_kernel(warpgroups).source, "sm_90a").log

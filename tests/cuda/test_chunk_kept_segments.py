@@ -96,7 +96,7 @@ CASES = {
 }
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "lengths", [SegmentLengths.uniform(2), LONGER_BEHIND], ids=["equal", "longer behind"]
 )
@@ -131,7 +131,7 @@ def test_what_is_kept(emulated: list[str]) -> None:
     assert plain.final_state is not None and torch.equal(plain.final_state, out.final_state)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "lengths", [SegmentLengths.uniform(2), SHORTER_LATER], ids=["equal", "shorter later"]
 )
@@ -177,6 +177,7 @@ def test_without_it_the_backward_makes_its_own(emulated: list[str]) -> None:
         assert a is None or error(a, b.double().numpy()) < GRADIENTS, name
 
 
+@pytest.mark.exhaustive
 def test_no_gradient_depends_on_how_many_tokens_follow(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
     same_gradients(run(inputs)[1], want)
 
 
+@pytest.mark.exhaustive
 def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the chain's maps, and of the chunks of a segment."""
     cut_in(monkeypatch, SegmentLengths.growing(1, 6, 7, 1, 7))
@@ -236,7 +238,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
 # --- cached calls, autograd ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_cached_calls_give_the_same_bits(emulated: list[str], case: str) -> None:
     make, options = CASES[case]

@@ -106,6 +106,7 @@ def test_packaged_kernels_use_the_matrix_unit_and_wait_for_their_inputs(
     assert order(code)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("kernel", "arch"),
     [
@@ -146,6 +147,7 @@ def check_portable(kernel: KernelSource, arch: str, folder: Path) -> None:
     assert found(disassemble(path)) == products(kernel)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("arch", PORTABLE)
 @pytest.mark.parametrize(
     "kernel",

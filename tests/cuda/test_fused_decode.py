@@ -74,6 +74,7 @@ def test_each_division(
     assert_mode(emulated, HEAD if op == GDN else ONE)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("op", [KDA, GDN])
 def test_whole_states_in_registers(
@@ -104,7 +105,7 @@ ONE_TOKEN_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("op", [KDA, GDN])
 @pytest.mark.parametrize("call", ONE_TOKEN_CALLS)
@@ -211,7 +212,7 @@ POOL_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("group", [2, 3])

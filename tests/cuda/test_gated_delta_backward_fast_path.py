@@ -61,6 +61,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_the_shorter_way_gives_the_same_bits(emulated: list[str], name: str, saves: bool) -> None:

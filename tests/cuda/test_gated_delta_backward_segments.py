@@ -45,6 +45,7 @@ def use_lengths(monkeypatch: pytest.MonkeyPatch, lengths: SegmentLengths) -> Non
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("T", "names"), [(128, WHOLE), (129, TWO), (192, TWO), (193, CUT), (256, CUT), (449, CUT), (513, CUT)]
 )
@@ -53,6 +54,7 @@ def test_lengths(emulated: list[str], T: int, names: list[str]) -> None:
     assert names_of(emulated) == names
 
 
+@pytest.mark.exhaustive
 def test_the_lengths_that_calls_have(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_segments, "choose_lengths", CHOOSE_LENGTHS)
     check(draw(2300, HV=1, initial_state=state(1, 1)), loose=1.0, **MODEL)
@@ -70,16 +72,19 @@ def test_gates(emulated: list[str], gate: str) -> None:
     assert names_of(emulated)[:4] == CUT[:4]
 
 
+@pytest.mark.exhaustive
 def test_bounded_gate_negative_eigenvalues_and_groups(emulated: list[str]) -> None:
     check(draw(330, 2, 6), safe_gate=True, lower_bound=-5.0, allow_neg_eigval=True, scale=0.2, **MODEL)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
     check(draw(330, B=2, initial_state=state(2, 2, dtype=dtype)), state_v_first=v_first, **MODEL)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("final", [False, True])
 def test_packs(emulated: list[str], final: bool) -> None:
     """Sequences of none to five segments, and rows behind the pack."""
@@ -111,6 +116,7 @@ def test_a_long_sequence_that_forgets_little(emulated: list[str], monkeypatch: p
 # --- bits ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_later_tokens_without_gradient_change_no_bit(emulated: list[str]) -> None:
     inputs, options = draw(600, initial_state=state(1, 2)), MODEL
     r = training(inputs, **options)
@@ -143,6 +149,7 @@ def test_a_pack_has_the_bits_of_a_batch(emulated: list[str]) -> None:
     assert torch.equal(x.initial_state, y.initial_state)
 
 
+@pytest.mark.exhaustive
 def test_nan_of_another_sequence_reaches_nothing(emulated: list[str]) -> None:
     inputs = draw(350, B=2)
     r = training(inputs, **MODEL)
@@ -154,6 +161,7 @@ def test_nan_of_another_sequence_reaches_nothing(emulated: list[str]) -> None:
     assert all(torch.equal(getattr(got, n)[0], getattr(want, n)[0]) for n in TOKENS)
 
 
+@pytest.mark.exhaustive
 def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
     use_lengths(monkeypatch, SegmentLengths(1, 0, 2, 1, 5, 2, 5))
@@ -210,6 +218,7 @@ def test_some_conformance_cases(emulated: list[str], monkeypatch: pytest.MonkeyP
         run_emulated(cases, emulated, INNER)
 
 
+@pytest.mark.exhaustive
 def test_products_overlap() -> None:
     """The compiler says when it makes each product wait for the one before, or adds a wait."""
     for kernel in (outer_segments_kernel(), inner_segments_kernel()):

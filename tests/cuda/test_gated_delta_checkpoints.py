@@ -56,6 +56,7 @@ def at(
     )
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_of_a_pack(emulated: list[str], way: list[str], v_first: bool, dtype: torch.dtype) -> None:
@@ -75,6 +76,7 @@ def test_of_a_pack(emulated: list[str], way: list[str], v_first: bool, dtype: to
     assert names_of(emulated)[: len(way)] == way
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", [(64, 64), pytest.param((48, 96), marks=MORE)], ids=str)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16], ids=str)
 def test_of_one_row_with_other_dims_and_types(

@@ -86,6 +86,7 @@ def test_gates(emulated: list[str], gate: str) -> None:
     check(draw(200, gate=gate, of=HALF, initial_state=state(1, 2)), **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", [(64, 64), pytest.param((96, 48), marks=MORE)], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
 def test_groups_and_head_dims(emulated: list[str], dims: tuple[int, int], group: int) -> None:
@@ -96,6 +97,7 @@ def test_groups_and_head_dims(emulated: list[str], dims: tuple[int, int], group:
     assert all_of_float16(emulated) and all(form in x for x in emulated if "gate_sums" not in x)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states(emulated: list[str], warpgroups: int, v_first: bool, dtype: torch.dtype) -> None:
@@ -151,6 +153,7 @@ def test_everything_at_once(emulated: list[str], dtype: torch.dtype) -> None:
     assert want.written.nonzero()[0].tolist() == [3, 4, 8]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_records_beside_walks(emulated: list[str], monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     """The bits of the launches one after the other."""
@@ -219,6 +222,7 @@ def test_gradients_of_gates(emulated: list[str], gate: str) -> None:
     check_gradients(inputs, **options)
 
 
+@pytest.mark.first_cases(1)
 def test_gradients_of_a_padded_pack(emulated: list[str], warpgroups: int) -> None:
     lengths = (0, 1, 31, 64, 65, 0, 40)
     inputs = pack(lengths, 40, of=HALF, initial_state=state(7, 2))
@@ -239,6 +243,7 @@ def test_later_tokens_without_a_gradient_change_no_bit(emulated: list[str]) -> N
         assert same_bits(a[:, :100], b[:, :100]) and not a[:, 100:].any(), name
 
 
+@pytest.mark.exhaustive
 def test_what_the_forward_saves(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, warpgroups: int
 ) -> None:
@@ -254,6 +259,7 @@ def test_what_the_forward_saves(
     same_gradients(got, run_backward(r, inputs, grads))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packed", [False, True])
 def test_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     for module in (segments, backward_segments):

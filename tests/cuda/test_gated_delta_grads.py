@@ -185,6 +185,7 @@ def check(
     return got | parts
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 129])
 def test_lengths(T: int) -> None:
     check(draw(T, B=2, seed=T, initial_state=0.1 * Draw(9).normal(2, 2, 128, 128, dtype=torch.float32)))
@@ -200,6 +201,7 @@ def test_bounded_gate_and_negative_eigenvalues() -> None:
     check(draw(140), safe_gate=True, lower_bound=-5.0, allow_neg_eigval=True, scale=0.2)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("group", [1, 3, 16])
 def test_groups_of_value_heads(group: int) -> None:
     check(draw(130, 2, 2 * group), blocks=3)
@@ -255,6 +257,7 @@ def test_nearly_equal_keys() -> None:
     check(inputs._replace(k=k), bound=2 * BOUND, use_gate_in_kernel=False)
 
 
+@pytest.mark.exhaustive
 def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads and copies; and where one warp falls behind all others."""
     inputs, found = draw(200, 2, 4), []

@@ -221,6 +221,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "choose_lengths", lambda *given: SHORT)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("v_first", [False, True])
 def test_segments(emulated: list[str], short_segments: None, dims: tuple[int, int], v_first: bool) -> None:
     matrix = dims[::-1] if v_first else dims

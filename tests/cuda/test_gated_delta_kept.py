@@ -55,6 +55,7 @@ def check_kept(inputs: ChunkInputs, launched: list[str], **options: Any) -> Outp
     return out
 
 
+@pytest.mark.first_cases(1)
 def test_saved_of_a_batch(emulated: list[str], warpgroups: int) -> None:
     check_kept(draw(130, 1, 3, B=2, initial_state=state(2, 3)), emulated, **MODEL)
 

@@ -215,6 +215,7 @@ def test_a_first_segment_has_the_bits_of_a_call_that_is_not_cut(
     assert same_bits(got[:, :192], want[:, :192])  # the second segment begins with the end of the first
 
 
+@pytest.mark.exhaustive
 def test_the_same_bits_alone_in_a_batch_and_in_a_pack(emulated: list[str]) -> None:
     """Where segments are as long."""
     batch = draw(300, B=3)
@@ -292,6 +293,7 @@ def test_every_conformance_case(emulated: list[str], monkeypatch: pytest.MonkeyP
         run_emulated(wide_inference_cases(OP), emulated, "chunk_records")
 
 
+@pytest.mark.exhaustive
 def test_products_overlap() -> None:
     """The compiler says when it makes each product wait for the one before, or adds a wait."""
     for kernel in (first_segments_kernel(), later_segments_kernel()):

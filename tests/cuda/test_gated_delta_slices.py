@@ -106,6 +106,7 @@ def test_packs_of_grouped_heads(emulated: list[str]) -> None:
     check_forward(pack([200, 150, 30], 384, 2, 4), 2, safe_gate=True, lower_bound=-5.0, scale=0.2, **MODEL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [None, CROSSING], ids=["dense", "pack"])
 def test_float16(emulated: list[str], lengths: list[int] | None) -> None:
     """Kernels that read q, k or v, or what was made of them, are those of float16."""
@@ -201,7 +202,7 @@ def test_transition_of_padding(emulated: list[str]) -> None:
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 @DENSE
 def test_gradients(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: int, kept: bool) -> None:

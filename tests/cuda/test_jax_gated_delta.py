@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("name", "beside"), [*((name, False) for name in CASES), ("grouped", True), ("pack", True)]
 )
@@ -51,6 +52,7 @@ def test_results_and_gradients(
     assert any(name.startswith("walk_records_beside") for name in emulated) == beside
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_segments(
     emulated: list[str], from_jax: Device, monkeypatch: pytest.MonkeyPatch, packed: bool

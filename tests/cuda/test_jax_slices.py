@@ -142,6 +142,7 @@ def test_launches_are_those_of_torch(
 OFTEN = ("grouped", "gated delta")
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", OFTEN)
 def test_bits_are_those_of_torch(emulated: list[str], from_jax: Device, name: str) -> None:
     got, want = from_both(middle_rank(*CASES[name]))

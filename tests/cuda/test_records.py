@@ -301,6 +301,7 @@ def test_commit_with_one_decay_a_head_and_pools_in_any_layout(emulated: list[str
 # --- bit for bit --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("op", "v_first", "steps", "sizes"),
     [

@@ -108,7 +108,7 @@ def test_forward_from_no_state_in_other_layout(emulated: list[str]) -> None:
     check_forward(draw(260), 2, **MODEL)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gate", ["slow", "mixed"])
 def test_gates(emulated: list[str], gate: str) -> None:
     """Slow ones: all that a rank hands on reaches the last one."""
@@ -139,6 +139,7 @@ def test_gradients(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: 
     assert names == begin * ranks + (scan + sums) * ranks
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("lengths", "ranks", "options"),
     [
@@ -155,6 +156,7 @@ def test_gradients_of_packs(
     check_gradients(pack(lengths, 192 * ranks if ranks != 3 else 768, seed=len(lengths)), ranks, **options)
 
 
+@pytest.mark.exhaustive
 def test_gradients_without_those_of_final_states(emulated: list[str]) -> None:
     inputs = draw(260, initial_state=state(1, 1))
     for kept in (False, True):
@@ -192,7 +194,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
         check_gradients(inputs, 2, kept=kept, **BOUNDED_MODEL)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 def test_blocks_that_share_states_give_the_same_bits(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, kept: bool

@@ -60,7 +60,7 @@ _COVERED: set[tuple[str, str, int]] = set()
 """Header, macro and its value."""
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", _forms())
 def test_headers_compile_alone(path: str, tmp_path: Path) -> None:
     """Each header that a kernel includes, with each value of each macro that it or what it includes mentions: no name

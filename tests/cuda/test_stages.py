@@ -266,6 +266,7 @@ def test_other_dtypes_are_rejected(name: str, dtype: str) -> None:
     assert name in reason.got
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120"])
 @pytest.mark.parametrize(
     "kernel",

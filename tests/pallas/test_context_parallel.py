@@ -61,6 +61,7 @@ def test_other_lengths_in_the_same_program(pack: Split) -> None:
         pack.check(pack.inputs._replace(cu_seqlens=cu))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "at",
     [
@@ -177,6 +178,7 @@ def exchanged(case: Case, ranks: Ranks, differentiated: bool) -> list[tuple[str,
     return found
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("lengths", [None, PACK])
 def test_bytes_do_not_depend_on_tokens(lengths: tuple[int, ...] | None) -> None:
     """What docs/guide/jax.md says: (M, C) forward, one state gradient backward, and states only where asked for."""

@@ -79,6 +79,7 @@ HEADS = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "whole registers" else pytest.mark.exhaustive) for n in HEADS]
 )
@@ -126,6 +127,7 @@ def test_later_tokens_change_no_bit() -> None:
         assert np.array_equal(a, b)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("solve", [inverse.by_substitution, inverse.by_merging])
 @pytest.mark.parametrize("C", [64, 128])
 def test_inverse_of_collinear_keys(solve: Any, C: int) -> None:

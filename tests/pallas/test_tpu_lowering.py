@@ -71,7 +71,7 @@ CHUNKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunk(name: str) -> None:
     request, inputs = chunk_call(**CHUNKS[name])
@@ -80,7 +80,7 @@ def test_chunk(name: str) -> None:
     lowers(lambda x, do: _backward(request, x, (), OutputGrads(do)), inputs, inputs.v)
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunk_with_kept_start_states(name: str) -> None:
     """Whose backward is one kernel."""
@@ -95,7 +95,7 @@ def test_chunk_with_kept_start_states(name: str) -> None:
     assert found == {"kdacore_chunk_forward": 1, "kdacore_chunk_backward": 1}
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("K", [128, 256])
 def test_ranks(packed: bool, K: int) -> None:
@@ -195,6 +195,7 @@ def test_state_pools() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_in_other_modes_of_jax() -> None:
     """In x64 mode Python integers have 64 bits; under strict promotion masks are not numbers.
     Neither may affect the kernels."""

@@ -170,6 +170,7 @@ FOLLOWED = {
 QUICK = ("chunk_kda", "by others in the same block")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("op", "how"),
     [

@@ -103,7 +103,7 @@ def test_gradients_of_a_padded_pack(op: str) -> None:
     check_backward(got, request, inputs, grads)
 
 
-@pytest.mark.first_cases(5)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent(name: str) -> None:
     call = make(RECURRENT[name])

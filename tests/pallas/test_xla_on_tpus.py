@@ -56,6 +56,7 @@ BOTH_WAYS = {
 USUAL = ("bf16, bf16 state", "pack with a state", "gdn")
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.exhaustive) for n in BOTH_WAYS]
 )

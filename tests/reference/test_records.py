@@ -126,6 +126,7 @@ def decode(server: Server, true: list[dict[str, Any]]) -> list[Any]:
 STEPS = {"numpy": 250, "torch": 60, "jax": 4}
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.jax_later
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("op", OPS)
@@ -146,6 +147,7 @@ def test_float32_states_are_those_of_plain_decoding(op: str, kind: str) -> None:
     assert np.isnan(by_records.states()[0]).all()
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.jax_later
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("op", OPS)

@@ -51,7 +51,7 @@ def recurrent_call(op: str, *sizes: Any, **more: Any) -> RecurrentInputs:
     return RecurrentInputs(q=q, k=k, v=v, **shared)
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", RECURRENT)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(("HV", "V"), [(2, 16), (6, 40)])
@@ -148,7 +148,7 @@ def check_bits(op: str, fused: bool, steps: int, seed: int) -> None:
         assert same_bits(x.conv_state[1:5, :, :3], plain.x.conv_state[1:5, :, :3])
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("op", [KDA, GDN])
 @pytest.mark.parametrize("fused", [True, False])
 def test_float32_states_are_those_of_plain_decoding(op: str, fused: bool) -> None:

@@ -56,7 +56,7 @@ SIX = [
 """Calls of a GPU test, with its tiles; but for [V, K] states with K = 128 they failed on an H200."""
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", SIX, ids=lambda c: f"{c['op']}-{c['K']}-{c['v_first']}")
 def test_the_recurrent_ops_at_the_head_dims_of_models(case: dict[str, Any]) -> None:
     assert problems(case) == [[]]

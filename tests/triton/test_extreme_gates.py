@@ -58,6 +58,7 @@ def suite() -> dict[str, Case]:
     return {"-".join(c.id.split("-")[:3]): c for c in cases if c.dtype == cases[0].dtype}
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", [*PICKED, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in MORE)])
 def test_case(name: str) -> None:
     result = run_case(suite()[name])

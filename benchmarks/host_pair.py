@@ -9,17 +9,17 @@ any internal structure. Reported: the median over rounds of each, in microsecond
 Quantities: ``import kdacore``; the first NumPy call of a process (without imports); dispatch of a call
 seen before whose backend does nothing (NumPy, torch, torch with gradients); the processor's time of a
 training step with ``cp=`` on one of two ranks, whose backend and exchange do nothing; on a GPU the
-host time of a decode and of a prefill call, of prefill calls of lengths not seen before, of a training
-step (forward, and forward with backward, seven arrays that want gradients, nothing waited for) and of
-a training step of a function that does nothing, below which none can get, and the first call of a
-process, on the CUDA backend. Rows that begin with "new lengths" are calls whose lengths change, as a
-server's do: a pack of new tokens from a state pool, backend chosen automatically; the same with a
-backend that does nothing; lengths seen before among a thousand; decoding of a new number of sequences;
-and training steps, of which the time of an empty autograd function in the same process is taken off.
-``--device stub`` measures the calls of new lengths and the training steps with a driver that does
-nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; stages, decoding, also of
-numbers of sequences not seen before, and the first prefill of a process too. It reports the processor's
-time.
+host time of a decode, of a fused decode and of a prefill call, of prefill calls of lengths not seen
+before, of a training step (forward, and forward with backward, seven arrays that want gradients,
+nothing waited for) and of a training step of a function that does nothing, below which none can get,
+and the first call of a process, on the CUDA backend. Rows that begin with "new lengths" are calls whose
+lengths change, as a server's do: a pack of new tokens from a state pool, backend chosen automatically;
+the same with a backend that does nothing; lengths seen before among a thousand; decoding of a new
+number of sequences; and training steps, of which the time of an empty autograd function in the same
+process is taken off. ``--device stub`` measures the calls of new lengths and the training steps with a
+driver that does nothing, on CPU tensors, and so without autograd's thread for CUDA tensors; stages,
+decoding, also of numbers of sequences not seen before, and the first prefill of a process too. It
+reports the processor's time.
 """
 
 from __future__ import annotations
@@ -71,6 +71,16 @@ pool = torch.zeros(16, 32, 128, 128, device=device)
 rows = torch.arange(8, device=device, dtype=torch.int32)
 def call():
     return kdacore.fused_recurrent_kda(**x, initial_state=pool, state_indices=rows, inplace_state=True, **options)
+torch.set_grad_enabled(False)
+"""
+_FUSED_DECODE = """
+x = dict(x=rand(8, 1, 12288), g=rand(8, 1, 32, 128), beta=rand(8, 1, 32), z=rand(8, 1, 32, 128),
+         A_log=torch.zeros(32, device=device), conv_weight=rand(12288, 4), norm_weight=rand(128),
+         conv_state=rand(16, 12288, 3))
+pool = torch.zeros(16, 32, 128, 128, device=device)
+rows = torch.arange(8, device=device, dtype=torch.int32)
+def call():
+    return kdacore.fused_decode_kda(**x, initial_state=pool, state_indices=rows, inplace_state=True, **options)
 torch.set_grad_enabled(False)
 """
 _STAGES = """
@@ -295,6 +305,7 @@ def _quantities(device: str) -> dict[str, str]:
         )
         start = _HEAD + _ON[device] + _CUDA
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
+        found["fused decode B8 H32, host"] = start + "import kdacore\n" + _FUSED_DECODE + repeat
         found["prefill B1 T512 H8, host"] = start + "import kdacore\n" + _PREFILL + repeat
         found["prefill B1 H2 of lengths not seen before, host"] = start + new_lengths
         found |= _lengths(start)
@@ -328,6 +339,7 @@ def _quantities(device: str) -> dict[str, str]:
             for name in ("intra", "recompute")
         }
         found["decode B8 H32, host"] = start + "import kdacore\n" + _DECODE + repeat
+        found["fused decode B8 H32, host"] = start + "import kdacore\n" + _FUSED_DECODE + repeat
         found["decode H2 of a number of sequences not seen before, host"] = (
             start + "import kdacore\n" + _NEW_SEQUENCES
         )

@@ -299,6 +299,7 @@ def test_what_is_no_result_is_a_finding(register: Any, mutation: Wrap, kind: str
     assert mutation is exits or "Traceback" not in result.message
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize(("mutation", "checks"), FORWARD, ids=[m.__name__ for m, _ in FORWARD])
 def test_a_wrong_forward_fails(register: Any, mutation: Wrap, checks: set[str]) -> None:
     register(CHUNK, forward=mutation)
@@ -411,6 +412,7 @@ def _zero_state(x: tuple[Any, ...]) -> Any:
     return np.zeros((B, HV, K, V), np.float32)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -432,6 +434,7 @@ def test_a_fast_path_that_returns_no_results_fails(
     assert "fast path of fused_recurrent_kda" in message and said in message
 
 
+@pytest.mark.exhaustive
 def test_a_later_anchor_passes_every_accuracy_case(register: Any) -> None:
     """It is the bit comparison alone that catches it."""
     register(CHUNK, forward=later_anchor)
@@ -529,6 +532,7 @@ BACKWARD = [
 ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("mutation", "checks"), BACKWARD, ids=[m.__name__ for m, _ in BACKWARD])
 def test_a_wrong_backward_fails(register: Any, mutation: Wrap, checks: set[str]) -> None:
     register(CHUNK, backward=mutation)
@@ -543,6 +547,7 @@ def test_a_backward_that_cannot_recompute_fails(register: Any) -> None:
     assert "recomputed_gradients" in failures("recomputed_gradients")
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "form", [lambda f, r: 3, lambda f, r: "", lambda f, r: 1 / 0], ids=["number", "none", "raises"]
 )
@@ -608,6 +613,7 @@ POOL = [
 ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("mutation", POOL, ids=[m.__name__ for m in POOL])
 def test_a_wrong_use_of_the_pool_fails(register: Any, mutation: Wrap) -> None:
     register(DECODE, forward=mutation)
@@ -762,6 +768,7 @@ SERVER = [
 ]
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(
     ("op", "mutation", "said"), SERVER, ids=[f"{op}-{m.__name__}" for op, m, _ in SERVER]
 )

@@ -27,6 +27,7 @@ def _op_and_kind(op: str, kind: str) -> Any:
     return pytest.param(op, kind, marks=[pytest.mark.exhaustive] if slow else [])
 
 
+@pytest.mark.first_cases(9)
 @pytest.mark.jax_later
 @pytest.mark.parametrize(
     ("op", "kind"), [_op_and_kind(op, kind) for kind in ("numpy", "torch", "jax") for op in OPS]

@@ -102,6 +102,7 @@ def few(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: 2)
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("bounded", "gate", "float_gate"),
     [

@@ -70,7 +70,7 @@ def check(inputs: ChunkInputs, device: str = "cpu", **options: Any) -> dict[str,
     return got
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "spread"])
 def test_gates(emulated: list[str], gate: str) -> None:
     raw = gate in ("random", "init")
@@ -230,6 +230,7 @@ def test_later_tokens_change_nothing(emulated: list[str], token: int, options: d
     assert not np.array_equal(a["kg_low"], b["kg_low"])
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("float_gate", [False, True])
 def test_no_spills(float_gate: bool, bounded: bool) -> None:

@@ -104,7 +104,7 @@ def test_every_lane_arriving_changes_no_bit(
     assert torch.equal(got.final_state, want.final_state)
 
 
-@pytest.mark.first_cases(6)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow"])
 def test_bounded_gates(
@@ -116,7 +116,7 @@ def test_bounded_gates(
     assert "BOUNDED1" in emulated[0]
 
 
-@pytest.mark.first_cases(8)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("K", "cluster"), [(64, 1), (128, 2), (128, 4)])
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "mixed"])
 def test_unbounded_gates(
@@ -128,7 +128,7 @@ def test_unbounded_gates(
     assert "BOUNDED0" in emulated[0]
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize(
     ("arch", "K", "cluster"),
@@ -143,7 +143,7 @@ def test_other_architectures(
     assert "WARPGROUP0" in emulated[0]
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("arch", "K", "cluster"), [("sm_80", 64, 1), ("sm_100f", 128, 2), ("sm_90a", 128, 2), ("sm_90a", 128, 4)]
 )
@@ -300,7 +300,7 @@ def use_helpers(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4) if used else 0)
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("T", [1, 64, 65, 96, 97, 300])
 def test_helpers_change_no_bits(
@@ -353,6 +353,7 @@ def test_helpers_clear_the_flags_that_they_raise(
     assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("block", [0, 2], ids=["helper", "preparing block"])
 @pytest.mark.parametrize("warp", [12, 13], ids=["first", "second"])
@@ -410,6 +411,7 @@ def same_in_shares(
     return got
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize(
     ("B", "T", "H", "clusters"),
     [(1, 100, 3, 2), (1, 130, 5, 3), (2, 30, 3, 4), (2, 30, 3, 3), (2, 60, 3, 3), (1, 70, 7, 5)],
@@ -430,6 +432,7 @@ def test_clusters_share_sequences(
     same_in_shares(monkeypatch, draw(B, T, H, H), clusters, output_final_state=True, **options)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("clusters", [2, 3, 7])
 @pytest.mark.parametrize(("v_first", "cluster"), [(False, 2), (True, 2), (True, 4)])
 def test_clusters_share_packs(
@@ -476,7 +479,7 @@ def test_many_short_sequences(emulated: list[str], monkeypatch: pytest.MonkeyPat
     same_in_shares(monkeypatch, draw(6, T, 3, 3, seed=T), 2, output_final_state=True, **BOUNDED_MODEL)
 
 
-@pytest.mark.first_cases(6)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("T", [16, 40])
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("v_first", [False, True])
@@ -497,7 +500,7 @@ def test_many_short_sequences_with_states(
     same_in_shares(monkeypatch, inputs, 2, output_final_state=True, state_v_first=v_first, **options)
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("T", [16, 40])
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_many_short_sequences_with_float32_gates(

@@ -94,6 +94,7 @@ def test_everything_at_once(emulated: list[str], way: str, v_first: bool) -> Non
     ran(way, emulated)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_one_pool_in_place(emulated: list[str], way: str, dtype: torch.dtype) -> None:
     """Rows are read and written again, those of empty sequences too; ``out`` is not written behind the pack."""
@@ -179,6 +180,7 @@ CHOSEN = [16, 0, 144, 64, 96, 48, 80, 112, 99, 179, 163, 999, 32]
 slot may have any position."""
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "gate", ["bounded", pytest.param("unbounded", marks=MORE), pytest.param("log", marks=MORE)]
 )

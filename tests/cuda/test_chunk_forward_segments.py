@@ -182,7 +182,7 @@ def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: 
     assert error(got[made], want[made]) < CHAIN_BOUND
 
 
-@pytest.mark.first_cases(8)
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_output(
@@ -226,7 +226,7 @@ def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
     assert names == (["prepare", "maps", "chain", "output"] if T > 128 else ["prepare", "output"])
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("paired", [False, True], ids=["alone", "in pairs"])
 @pytest.mark.parametrize("T", [129, 257, 700])
 def test_output_that_composes_start_states(
@@ -594,7 +594,7 @@ def test_the_benchmark_cuts_segments_as_it_is_told(
         assert torch.equal(run(inputs, **BOUNDED_MODEL).o, got), text
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -79,6 +79,7 @@ def test_forward(emulated: list[str], op: str, K: int, V: int) -> None:
     check_forward(op, draw(op, K, V, 70, initial_state=state), state_v_first=True, allow_neg_eigval=True)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("K", "V"), [(64, 72), (96, 192), (128, 256)])
 def test_gradients(emulated: list[str], op: str, K: int, V: int) -> None:

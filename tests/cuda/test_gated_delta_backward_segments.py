@@ -135,6 +135,7 @@ def test_later_tokens_without_gradient_change_no_bit(emulated: list[str]) -> Non
         assert torch.equal(short.initial_state, whole.initial_state)
 
 
+@pytest.mark.exhaustive
 def test_a_pack_has_the_bits_of_a_batch(emulated: list[str]) -> None:
     batch = draw(300, B=3, initial_state=state(3, 2))
     tokens = {n: getattr(batch, n).flatten(0, 1)[None] for n in TOKENS}

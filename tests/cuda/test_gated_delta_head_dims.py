@@ -282,6 +282,7 @@ def test_later_tokens_without_a_gradient_change_no_bit(emulated: list[str]) -> N
         assert same_bits(a[:, :100], b[:, :100]) and not a[:, 100:].any(), name
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("dims", [(64, 64), (96, 80)], ids=str)
 def test_what_the_forward_saves(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, warpgroups: int, dims: tuple[int, int]

@@ -57,6 +57,7 @@ def test_batches(T: int, divisor: float, scale: float, zeros: float) -> None:
     check(draw(2, T, 2, divisor, zeros, seed=T), scale, GRADIENTS)
 
 
+@pytest.mark.exhaustive
 def test_a_pack() -> None:
     offsets = torch.tensor([0, 122, 229, 400, 1000])
     state = Draw(3).normal(4, HEADS, SIZE, SIZE, dtype=torch.float32)

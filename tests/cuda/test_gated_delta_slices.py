@@ -77,7 +77,7 @@ DENSE = pytest.mark.parametrize(
 # --- forward -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @DENSE
 def test_forward(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: int) -> None:
     check_forward(draw(T, H, HV, B=B, initial_state=state(B, HV)), ranks, **MODEL)

@@ -132,7 +132,7 @@ def test_the_length_of_a_call_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [d.whole for d in seen] == [0, chunks - MULTIPROCESSORS + 1]
 
 
-@pytest.mark.first_cases(12)
+@pytest.mark.first_cases(2)
 @ways
 @queries
 @pytest.mark.parametrize("shape", SHAPES)
@@ -215,6 +215,7 @@ def test_other_betas(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_
     check(monkeypatch, x._replace(beta=x.beta.to(dtype)), whole_fraction)
 
 
+@pytest.mark.first_cases(1)
 @queries
 @pytest.mark.parametrize("float16", [False, True])
 def test_it_compiles_without_spills(float16: bool, with_q: bool) -> None:

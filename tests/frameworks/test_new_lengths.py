@@ -176,6 +176,7 @@ def calls_like(seed: int) -> tuple[str, list[dict[str, Any]]]:
     return call.op, found
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_calls_of_new_lengths(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

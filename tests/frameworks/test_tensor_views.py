@@ -172,6 +172,7 @@ def _refused(op: str, name: str, arrays: dict[str, Any], call: Callable[[], Any]
     return caught.value.got
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("lazy", [_negated, _of_complex])
 def test_lazily_negated_arguments(op: str, lazy: Any, reads_memory: ReadsMemory) -> None:
@@ -399,6 +400,7 @@ def _compiled(op: str, backend: str) -> Callable[[dict[str, Any]], Any]:
 OF_GRAPHS = [("chunk_kda", "aot_eager"), ("fused_recurrent_kda", "aot_eager"), ("chunk_kda", "eager")]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("op", "backend"), OF_GRAPHS)
 def test_what_torch_would_refuse_to_write_for_a_graph(
     op: str, backend: str, reads_memory: ReadsMemory
@@ -418,6 +420,7 @@ def test_what_torch_would_refuse_to_write_for_a_graph(
                 assert reads_memory.calls == calls
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("op", "backend"), OF_GRAPHS)
 def test_graphs_with_tensors_made_in_inference_mode(op: str, backend: str) -> None:
     """Inside of it they may be written; outside, the same graph is refused them."""

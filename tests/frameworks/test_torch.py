@@ -46,6 +46,7 @@ def run(function: Any, arguments: dict[str, Any]) -> Any:
     return function(**arguments, **GATE, output_final_state=True)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("function", [kdacore.chunk_kda, kdacore.fused_recurrent_kda])
 def test_gradcheck_in_float64(function: Any) -> None:
     shape = Shape(B=1, T=5, H=1, HV=2, K=3, V=2)

@@ -200,6 +200,7 @@ def test_packs(lengths: list[int], make_call: Make, backend: Backend, error: Err
     check(make_call(lengths=lengths, H=1, K=8, V=8), backend, error, bounds["float32"])
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_contract_size(dtype: str, make_call: Make, backend: Backend, error: Error, bounds: Any) -> None:
     call = make_call(T=2048, H=1, K=128, V=128, dtype=dtype)

@@ -262,7 +262,7 @@ def test_gates_near_their_bound(form: dict[str, Any]) -> None:
     check(Case(gate="sigmoid", lower_bound=-5.0, gates="floor", T=94, H=2, HV=2, **form))
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("T", [6, 38, 70])
 def test_strong_gates_without_a_bound(T: int) -> None:
     """The same, level by level: what the last token gives to the final state passes no decay at all.
@@ -365,7 +365,7 @@ def test_near_collinear_keys(form: dict[str, Any]) -> None:
     check(Case(collinear=True, T=100, **form))
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "form",
     [{}, BOUNDED, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "K": 40, **BOUNDED}, {"scalar": True}],
@@ -409,6 +409,7 @@ def test_gradients_of_any_size(size: float, gates: str) -> None:
         assert error(getattr(got, name), getattr(want, name)) <= limit, name
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("form", [BOUNDED, {"gate": "softplus"}], ids=str)
 def test_the_same_inputs_give_the_same_bits(form: dict[str, Any]) -> None:
     request, inputs, grads = build(Case(H=1, HV=2, lengths=(30, 40), **form))

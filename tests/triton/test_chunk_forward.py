@@ -336,7 +336,7 @@ SLOW = [
 """Gates slow enough for a segment to matter to the ones after the next."""
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("options", "drawn"), SLOW)
 def test_segments(

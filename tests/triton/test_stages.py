@@ -105,6 +105,7 @@ def test_gate(shape: dict[str, Any], raw: bool, lower_bound: float | None) -> No
     assert error(got, exact.oracle_chunk_gate(r, inputs)) <= 1e-6
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
 @pytest.mark.parametrize("shape", SMALL)
@@ -155,6 +156,7 @@ def test_intra_extreme_gates(form: Form, low: float) -> None:
     assert error(got.Akk, want.Akk) <= 2 * BOUND[torch.float32]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_later_rows_change_no_bit_of_earlier_ones(form: Form) -> None:
     x, y = Drawn(T=35), Drawn(T=35)

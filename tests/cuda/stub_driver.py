@@ -133,7 +133,13 @@ class StubDriver:
     def reset(self) -> None:
         """Nothing fails or is captured, all threads have a context, and the device is number 0, an H200."""
         self.fail(None)
-        for name, value in (("multiprocessors", 132), ("capability", 90), ("device", 0), ("contexts", 1), ("capturing", 0)):
+        for name, value in (
+            ("multiprocessors", 132),
+            ("capability", 90),
+            ("device", 0),
+            ("contexts", 1),
+            ("capturing", 0),
+        ):
             self.number(name).value = value
 
     def _set(self, name: str, callback: Any) -> None:

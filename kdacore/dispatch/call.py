@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kdacore import contract, plugin_faults
-from kdacore.arrays import Adapter, adapter_of, is_spec
+from kdacore.arrays import Adapter, adapter_of, has_dtensor, is_spec
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import (
@@ -74,7 +74,7 @@ def _plan(
     inputs = _new_tuple(opdef.inputs, arrays)
     if adapter.immutable:  # JAX
         inputs = adapter.unwrapped(inputs)
-    if opdef.family != "stage" and _has_dtensor(arrays):
+    if opdef.family != "stage" and has_dtensor(arrays):
         return functools.partial(_run_with_dtensors, opdef, options, asked)
     torch = sys.modules.get("torch")
     # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
@@ -136,12 +136,6 @@ def _run_by_operators(
     return torch_operators.outside_graph(opdef, inputs, plain_options(options), asked[0], call)
 
 
-def _has_dtensor(arrays: Iterable[Any]) -> bool:
-    """Whether any of the arrays is a DTensor, of which there is none before its module has been imported."""
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return dtensor is not None and any(isinstance(x, dtensor) for x in arrays)
-
-
 def _run_with_dtensors(opdef: OpDef, options: tuple[Any, ...], asked: Any, arrays: tuple[Any, ...]) -> Any:
     """Run a call on this rank's rows or heads."""
     from kdacore.dispatch import torch_dtensors
@@ -158,7 +152,7 @@ def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: An
 
 def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Selection:
     """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
-    if opdef.family != "stage" and _has_dtensor(inputs):
+    if opdef.family != "stage" and has_dtensor(inputs):
         from kdacore.dispatch import torch_dtensors
 
         inputs = opdef.inputs(*torch_dtensors.local_arrays(opdef, tuple(inputs)))

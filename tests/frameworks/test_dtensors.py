@@ -64,8 +64,12 @@ def _by(split: str, mesh: Any, arrays: dict[str, Any] = WHOLE) -> dict[str, Any]
 def _refused(
     name: str, *parts: str, op: str = "chunk_kda", asked: dict[str, Any] = OPTIONS, **given: Any
 ) -> None:
-    """A ContractError naming the argument, with these in its text; of explain, too."""
-    for run in (lambda: public_function(op)(**given, **asked), lambda: kdacore.explain(op, **given, **asked)):
+    """A ContractError naming the argument, with these in its text; of the questions about it, too."""
+    for run in (
+        lambda: public_function(op)(**given, **asked),
+        lambda: kdacore.explain(op, **given, **asked),
+        lambda: kdacore.selection_of(op, **given, **asked),
+    ):
         with pytest.raises(kdacore.ContractError) as caught:
             run()
         assert caught.value.argument == name
@@ -97,6 +101,7 @@ def test_each_rank_computes_its_part(split: str, compiled: bool, mesh: Any) -> N
     wanted = kdacore.chunk_kda(**plain, **OPTIONS)
     assert [s.backend for s in ran] == ["reference"]
     assert ran[0].request == kdacore.explain("chunk_kda", **given, **OPTIONS).request
+    assert ran[0].request == kdacore.selection_of("chunk_kda", **given, **OPTIONS).request
     for name, x, y in zip(("v", "initial_state"), found, wanted, strict=True):
         assert x.placements == given[name].placements and x.device_mesh == mesh
         assert x.shape == given[name].shape and torch.equal(x.to_local(), y)
@@ -121,6 +126,16 @@ def test_the_other_ops(mesh: Any) -> None:
             found = public_function(op)(**_by(split, mesh, arrays), **asked)
             for x, y in zip(*[r if isinstance(r, tuple) else (r,) for r in (found, wanted)], strict=True):
                 assert torch.equal(x.to_local(), y)
+
+
+def test_through_flas_signatures(mesh: Any) -> None:
+    from kdacore.compat.fla import chunk_kda
+
+    names = ("q", "k", "v", "g", "beta")
+    given = [_by("heads", mesh)[n] for n in names]
+    o, _ = chunk_kda(*given, use_gate_in_kernel=True, A_log=_placed(WHOLE["A_log"], mesh, Shard(0)))
+    wanted, _ = chunk_kda(*[WHOLE[n] for n in names], use_gate_in_kernel=True, A_log=WHOLE["A_log"])
+    assert o.placements == (Shard(2),) and torch.equal(o.to_local(), wanted)
 
 
 def test_records_are_committed_by_heads(mesh: Any) -> None:

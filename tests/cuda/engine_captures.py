@@ -256,7 +256,13 @@ class PrefillServer:
 
 
 def decode_by_graphs(op: str, backend: str, graphs: Graphs) -> None:
-    """Sizes captured one after another, batches of any size, and sizes captured once more while others are served."""
+    """Sizes captured one after another, batches of any size, and sizes captured once more while others are served; in
+    inference mode, as engines run."""
+    with torch.inference_mode():
+        _decode_by_graphs(op, backend, graphs)
+
+
+def _decode_by_graphs(op: str, backend: str, graphs: Graphs) -> None:
     server = DecodeServer(op, backend, graphs)
     server.capture(1, 2, 4)
     for rows in ([3, 1, 5, 2], [4], [6, 2, 1], [2, 5], [4, 6, 3, 1], [4]):
@@ -264,6 +270,9 @@ def decode_by_graphs(op: str, backend: str, graphs: Graphs) -> None:
     before = server.captured[2][1]
     server.capture(3)  # beside the others
     server.serve([1, 6, 2])
+    server.indices.zero_()
+    for size in (4, 3, 2, 1):  # all sizes run before the first is captured
+        graphs.warm_up(functools.partial(server.step, size))
     server.capture(2, 4)  # in the place of others, whose memory is given back
     assert server.captured[2][1] is not before
     for rows in ([3, 5], [1, 2, 3, 4], [6]):

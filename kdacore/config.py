@@ -28,6 +28,7 @@ VARIABLES: dict[str, str] = {
     "KDACORE_PALLAS_INTERPRET": "'1' lets backend='pallas' run on any device in interpret mode ('0' by default)",
     "KDACORE_INTEGRATIONS": "integrations to activate where their host asks its plugins, comma-separated",
     "FLA_KDACORE": "'1' (default) or '0': whether the integration with flash-linear-attention takes any call",
+    "KDACORE_FLA_MODULES": "'1' (default) or '0': FLA's convolution and gated norm in models of transformers",
 }
 
 INTEGRATIONS = ("fla", "sglang", "transformers", "vllm")
@@ -51,6 +52,7 @@ class Config:
     pallas_interpret: bool
     integrations: tuple[str, ...]
     fla_kdacore: bool
+    fla_modules: bool
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -119,6 +121,7 @@ def parse(env: Mapping[str, str]) -> Config:
         pallas_interpret=_flag(env, "KDACORE_PALLAS_INTERPRET", "0"),
         integrations=_integrations(env),
         fla_kdacore=_flag(env, "FLA_KDACORE", "1"),
+        fla_modules=_flag(env, "KDACORE_FLA_MODULES", "1"),
     )
 
 

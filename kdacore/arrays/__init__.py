@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from kdacore.arrays.base import ADAPTERS, Adapter, Extent, Memory, Outline
 
-__all__ = ["Adapter", "adapter_of", "exact_memory", "extent_of", "is_spec", "memory_of", "outlines"]
+__all__ = [
+    "Adapter",
+    "adapter_of",
+    "exact_memory",
+    "extent_of",
+    "has_dtensor",
+    "is_spec",
+    "memory_of",
+    "outlines",
+]
 
 
 def adapter_of(x: Any) -> Adapter | None:
@@ -59,6 +69,12 @@ def is_spec(x: Any) -> bool:
     """Is it a :class:`kdacore.ShapeDtype`? There is none before its module has been imported."""
     specs = sys.modules.get("kdacore.arrays.specs")
     return specs is not None and isinstance(x, specs.ShapeDtype)
+
+
+def has_dtensor(arrays: Iterable[Any]) -> bool:
+    """Whether any of the arrays is a DTensor of torch, of which there is none before its module has been imported."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and any(isinstance(x, dtensor) for x in arrays)
 
 
 def _resolve(x: Any) -> Adapter | None:

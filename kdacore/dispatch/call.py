@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore import contract, plugin_faults
-from kdacore.arrays import Adapter, adapter_of, is_spec
+from kdacore.arrays import Adapter, adapter_of, has_dtensor, is_spec
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import selection
 from kdacore.dispatch.plan import (
@@ -74,6 +74,8 @@ def _plan(
     inputs = _new_tuple(opdef.inputs, arrays)
     if adapter.immutable:  # JAX
         inputs = adapter.unwrapped(inputs)
+    if opdef.family != "stage" and has_dtensor(arrays):
+        return functools.partial(_run_with_dtensors, opdef, options, asked)
     torch = sys.modules.get("torch")
     # A call that is recognised is neither traced nor inside a transformation: the array test excludes that.
     by_operators = exporting = torch is not None and torch.compiler.is_compiling()
@@ -134,12 +136,26 @@ def _run_by_operators(
     return torch_operators.outside_graph(opdef, inputs, plain_options(options), asked[0], call)
 
 
+def _run_with_dtensors(opdef: OpDef, options: tuple[Any, ...], asked: Any, arrays: tuple[Any, ...]) -> Any:
+    """Run a call on this rank's rows or heads."""
+    from kdacore.dispatch import torch_dtensors
+
+    obstacle = torch_dtensors.obstacle_of(opdef, arrays)
+    if obstacle is not None:
+        torch_dtensors.refuse(opdef, obstacle)
+    return torch_dtensors.call(opdef, arrays, options, asked[0], call)
+
+
 def _plan_of_call(opdef: OpDef, inputs: Any, options: tuple[Any, ...], asked: Any) -> Plan:
     return plan_for(opdef, inputs, options, current_policy(opdef, asked[0]))
 
 
 def explain(opdef: OpDef, inputs: Any, options: tuple[Any, ...], backend: object = None) -> Selection:
     """What dispatch would do with a call; nothing runs, a forced backend that cannot serve is reported, not raised."""
+    if opdef.family != "stage" and has_dtensor(inputs):
+        from kdacore.dispatch import torch_dtensors
+
+        inputs = opdef.inputs(*torch_dtensors.local_arrays(opdef, tuple(inputs)))
     for x in inputs:
         adapter = None if x is None or is_spec(x) else adapter_of(x)
         if adapter is not None and adapter.immutable:  # JAX

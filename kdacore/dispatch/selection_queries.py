@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kdacore import contract
-from kdacore.arrays import adapter_of
+from kdacore.arrays import adapter_of, has_dtensor
 from kdacore.arrays.base import ADAPTERS
 from kdacore.dispatch import recognition, selection
 from kdacore.dispatch.plan import PREFERENCE, asked_of, current_policy, is_plain, key_of
@@ -82,9 +82,13 @@ def _look_up(
     if adapter.immutable:  # JAX
         inputs = adapter.unwrapped(inputs)
     try:
+        if opdef.family != "stage" and has_dtensor(arrays):
+            from kdacore.dispatch import torch_dtensors  # here: it imports torch
+
+            return _decide(opdef, opdef.inputs(*torch_dtensors.local_arrays(opdef, arrays)), options, asked)
         adapter.refuse(opdef.name, inputs)
-    except UnsupportedError as error:
-        return Answer(None, error)
+    except (ContractError, UnsupportedError) as error:
+        return Answer(None, copied(error))
     key = key_of(adapter, opdef, inputs, options, asked)
     if key is None or not all(
         is_plain(x) for x in options

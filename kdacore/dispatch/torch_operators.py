@@ -8,6 +8,7 @@ between. Residuals beyond the inputs are not kept: their shapes would depend on 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,6 +238,8 @@ def call(
     if opdef.family == "stage":
         _fail(opdef.name, opdef.arrays[0], "a tensor being compiled", "an eager call: stages are eager")
     if torch.compiler.is_dynamo_compiling():
+        if any(type(x).__name__ == "DTensor" for x in inputs):
+            return _call_with_dtensors(opdef, tuple(inputs), options, backend, eager_call)
         obstacle = obstacle_of(opdef, inputs, options, backend)
         if obstacle is not None:
             return leave_graph(eager_call, opdef, inputs, options, backend, obstacle)
@@ -269,6 +272,23 @@ def call(
         state = arrays["initial_state"] if arrays["write_pool"] is None else arrays["write_pool"]
     wants_checkpoints = given.get("checkpoint_every") is not None
     return Outputs(o, state if wants_state else None, checkpoints if wants_checkpoints else None)
+
+
+def _call_with_dtensors(
+    opdef: OpDef,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    backend: object,
+    eager_call: Callable[..., Any],
+) -> Any:
+    """Serve a call that Dynamo traces on this rank's rows or heads."""
+    from kdacore.dispatch import torch_dtensors
+
+    obstacle = torch_dtensors.obstacle_of(opdef, arrays)
+    if obstacle is not None:
+        return leave_graph(eager_call, opdef, arrays, options, backend, obstacle)
+    local_call = functools.partial(call, eager_call=eager_call)
+    return torch_dtensors.call(opdef, arrays, options, backend, local_call)
 
 
 def outside_graph(

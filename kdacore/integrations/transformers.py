@@ -2,9 +2,10 @@
 
 Importing this module is all. The models (``kimi_linear``, ``bailing_hybrid``, ``glm5_next``, ``qwen3_next`` and others)
 look their functions up in package ``fla``. Where that is installed, its own registry leads to kdacore
-(:mod:`kdacore.integrations.fla`). Where it is not, this module takes over the functions that the models then have:
-at the decorator through which modules that are imported later look them up, and in the modules imported before.
-:func:`deactivate` undoes both.
+(:mod:`kdacore.integrations.fla`), and its fused convolution and gated RMSNorm take the place of torch's
+(:mod:`kdacore.integrations.transformers_fla_modules`). Where it is not, this module takes over the functions that the
+models then have: at the decorator through which modules that are imported later look them up, and in the modules
+imported before. :func:`deactivate` undoes both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from kdacore.compat import fla_arguments
+from kdacore.integrations import transformers_fla_modules
 from kdacore.integrations.handover import Handover, compute_or_leave
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
 
@@ -63,6 +65,7 @@ def activate() -> None:
     _through_fla = importlib.util.find_spec("fla") is not None
     if _through_fla:
         importlib.import_module("kdacore.integrations.fla").activate()
+        transformers_fla_modules.activate()
     else:
         if not hasattr(hub_kernels, _DECORATOR):
             raise ImportError(f"{_HUB_KERNELS} has no {_DECORATOR}: transformers 5 is needed")
@@ -78,6 +81,7 @@ def deactivate() -> None:
     global _active
     _active = False
     _patches.undo()
+    transformers_fla_modules.deactivate()
     if _through_fla:
         importlib.import_module("kdacore.integrations.fla").deactivate()
 
@@ -85,10 +89,11 @@ def deactivate() -> None:
 def status() -> tuple[HookStatus, ...]:
     """Each function that is hooked and how many of its calls in this process kdacore took and declined.
 
-    Where the calls go through ``fla``, its integration has the counts. Calls inside a graph of ``torch.compile`` are
-    not counted.
+    Where the calls go through ``fla``, its integration has the counts, and the parts that ``fla.modules`` computes
+    follow, as served where they are FLA's. Calls inside a graph of ``torch.compile`` are not counted.
     """
-    return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
+    hooks = tuple([handover.hook.status() for handover in _HANDOVERS.values()])
+    return (*hooks, *transformers_fla_modules.status()) if _through_fla else hooks
 
 
 # --- without fla --------------------------------------------------------------------------------------------------

@@ -28,8 +28,11 @@ on_memory_t* on_memory; /* in the place of clearing, from nowhere, and copying *
 int multiprocessors = 132, capability = 90, device, loads, limits, modes, cleared;
 int fails; const char* failing; /* the result of a function, by its name */
 int contexts = 1; /* whether threads have a context from the start */
+int capturing; /* whether a stream is captured, in the mode that torch captures in */
+__thread int capture_mode;
 __thread void* current;
 #define CALL(name) if (failing && !strcmp(failing, #name)) return fails
+#define UNSAFE_CALL(name) CALL(name); if (capturing && capture_mode != 2) return 900
 int cuCtxGetCurrent(void** c) { CALL(cuCtxGetCurrent); *c = current; return 0; }
 int cuCtxGetDevice(int* d) {
   CALL(cuCtxGetDevice);
@@ -51,9 +54,9 @@ int cuDevicePrimaryCtxRetain(void** c, int d) {
   return 0;
 }
 int cuGetErrorName(int code, const char** text) { *text = "CUDA_ERROR_STUB"; return 0; }
-int cuKernelSetAttribute(int what, int value, void* k, int d) { CALL(cuKernelSetAttribute); ++limits; return 0; }
+int cuKernelSetAttribute(int what, int value, void* k, int d) { UNSAFE_CALL(cuKernelSetAttribute); ++limits; return 0; }
 int cuLibraryLoadData(void** l, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
-  CALL(cuLibraryLoadData);
+  UNSAFE_CALL(cuLibraryLoadData);
   ++loads;
   memcpy(l, code, sizeof *l);
   return 0;
@@ -73,7 +76,13 @@ int cuMemsetD8Async(void* at, unsigned char value, size_t size, void* stream) {
   return 0;
 }
 int cuStreamGetCtx(void* s, void** c) { CALL(cuStreamGetCtx); *c = (void*)0x100; return 0; }
-int cuThreadExchangeStreamCaptureMode(int* mode) { ++modes; return 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  int before = capture_mode;
+  ++modes;
+  capture_mode = *mode;
+  *mode = before;
+  return 0;
+}
 int cuLaunchKernelEx(const void* config, void* f, void** arguments, void** extra) {
   CALL(cuLaunchKernelEx);
   return on_launch(config, f, arguments[0]);
@@ -122,9 +131,15 @@ class StubDriver:
             self._set("on_memory", _OnMemory(on_memory))
 
     def reset(self) -> None:
-        """Nothing fails, all threads have a context, and the device is number 0, an H200."""
+        """Nothing fails or is captured, all threads have a context, and the device is number 0, an H200."""
         self.fail(None)
-        for name, value in (("multiprocessors", 132), ("capability", 90), ("device", 0), ("contexts", 1)):
+        for name, value in (
+            ("multiprocessors", 132),
+            ("capability", 90),
+            ("device", 0),
+            ("contexts", 1),
+            ("capturing", 0),
+        ):
             self.number(name).value = value
 
     def _set(self, name: str, callback: Any) -> None:

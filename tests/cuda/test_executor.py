@@ -285,6 +285,23 @@ def test_code_is_loaded_once_and_limits_are_set_for_each_device(either: Executor
     assert counted(bigger, 0) == (0, 1)
 
 
+def test_kernels_are_loaded_while_a_stream_is_captured(either: Executor, recorder: Recorder) -> None:
+    """Which forbids it unless the thread says otherwise for the time, and only for that."""
+    recorder.stub.number("capturing").value = 1
+    made = call(make(launch("narrow", shared=60_000), launch("wide")))
+    made.start(either)
+    assert [type(x) for x in recorder.take()] == [Launched, Launched]
+    modes = recorder.stub.number("modes").value
+    with pytest.raises(DriverError, match=r"cuLibraryLoadData.*900"):
+        recorder.stub.driver().load_kernel(recorder.code(8), "narrow")
+    made.start(either)  # nothing is to be loaded any more
+    assert recorder.stub.number("modes").value == modes and len(recorder.take()) == 2
+    with pytest.raises(RuntimeError, match="while"), recorder.stub.driver().while_recording():
+        raise RuntimeError("while it is relaxed")
+    with pytest.raises(DriverError, match="900"):
+        recorder.stub.driver().load_kernel(recorder.code(8), "narrow")
+
+
 def test_handles(either: Executor, recorder: Recorder) -> None:
     """For questions to the driver about a kernel: the handle that launches use."""
     either.add_kernel(5, Recorder.code(320))

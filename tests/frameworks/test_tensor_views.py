@@ -648,59 +648,6 @@ def test_tensors_left_over_from_transforms() -> None:
             kdacore.fused_recurrent_kda(**{**WHOLE, "v": x}, backend=NAME)
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    """A mesh of two ranks, of which this is one; collectives do nothing."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield dist.device_mesh.init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ["q", "v", "beta", "A_log", "initial_state"])
-def test_distributed_tensors(name: str, mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    call = CallDescription(
-        kind="torch", shape=ROWS, initial_state=True, options=options(use_gate_in_kernel=True)
-    )
-    arrays = make_arrays(call)
-    shards = [Shard(axis) for axis in range(arrays[name].dim())]
-    for placement in (Replicate(), Partial(), *shards):
-        placed = DTensor.from_local(arrays[name], mesh, [placement], run_check=False)
-        for train in (False, True):
-            given = {**arrays, name: placed}
-            with pytest.raises(kdacore.ContractError) as caught:
-                if train:
-                    given["k"] = given["k"].detach().requires_grad_()
-                kdacore.chunk_kda(**given, **dict(call.options))
-            assert caught.value.argument == name
-            assert "DTensor" in caught.value.got
-        with pytest.raises(kdacore.ContractError, match=f"'{name}'.*DTensor"):
-            kdacore.explain("chunk_kda", **{**arrays, name: placed}, **dict(call.options))
-    every = {n: DTensor.from_local(x, mesh, [Replicate()], run_check=False) for n, x in arrays.items()}
-    with pytest.raises(kdacore.ContractError, match="'q'.*DTensor"):
-        kdacore.chunk_kda(**every, **dict(call.options))
-
-
-@pytest.mark.parametrize("op", [op for op in OPS if op != "chunk_kda"])
-def test_distributed_tensors_of_every_op(op: str, mesh: Any) -> None:
-    """Written ones, indices and learned ones too; a parameter that is one."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    arrays = make_arrays(CALLS[op])
-    for name, x in arrays.items():
-        placed = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        _refused(op, name, {**arrays, name: placed}, lambda n=name, p=placed: _run(op, {**arrays, n: p}))  # type: ignore[misc]
-    if "A_log" in arrays:
-        learned = torch.nn.Parameter(
-            DTensor.from_local(arrays["A_log"], mesh, [Replicate()], run_check=False)
-        )
-        _refused(op, "A_log", {**arrays, "A_log": learned}, lambda: _run(op, {**arrays, "A_log": learned}))
-
-
 # --- the Triton backend, and compiled graphs ------------------------------------------------------------------------
 
 
@@ -720,14 +667,9 @@ def test_triton_reads_values() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_graphs_read_values(mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Replicate
-
+def test_compiled_graphs_read_values() -> None:
     arrays = make_arrays(CallDescription(kind="torch", shape=ROWS))
     wanted = kdacore.chunk_kda(**arrays, backend=NAME)[0]
     compiled = torch.compile(lambda **given: kdacore.chunk_kda(**given, backend=NAME)[0], backend="aot_eager")
     for lazy in (_negated, _of_complex):
         assert torch.equal(compiled(**{n: lazy(x) for n, x in arrays.items()}), wanted)
-    placed = DTensor.from_local(arrays["beta"], mesh, [Replicate()], run_check=False)
-    with pytest.raises(kdacore.ContractError, match="'beta'.*DTensor"):
-        compiled(**{**arrays, "beta": placed})

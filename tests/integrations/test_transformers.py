@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -21,76 +20,13 @@ from kdacore import integrations
 pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 from hidden_packages import hidden, shown
-from tiny_models import CONFIGURATIONS, VOCABULARY, build
+from model_outcomes import NEW, Outcome, assert_equal, forget, imported_anew, modeling, outcome_of, run
+from tiny_models import CONFIGURATIONS, build
 
 sys.path.pop(0)
 
-LOGITS, GRADIENTS = 5e-6, 3e-5  # relative errors
-TOKENS, PROMPT, NEW = 66, 20, 4
 OPS = {"qwen3_next": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")}
 KDA = ("chunk_kda", "fused_recurrent_kda")
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What one model computed, and which calls of kdacore it made."""
-
-    logits: torch.Tensor
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    tokens: torch.Tensor
-    ran: list[str]
-
-
-def modeling(name: str) -> Any:
-    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-
-
-def imported_anew(name: str) -> None:
-    """Import the model's module once more: it looks its functions up while it is imported."""
-    forget(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of other packages
-        modeling(name)
-
-
-def forget(name: str) -> None:
-    sys.modules.pop(f"transformers.models.{name}.modeling_{name}", None)
-
-
-def run(name: str) -> Outcome:
-    """Training on a padded batch, and generation with a cache from a padded prompt."""
-    return outcome_of(build(modeling(name), name))
-
-
-def outcome_of(model: Any) -> Outcome:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, VOCABULARY, (2, TOKENS), generator=generator)
-    mask = torch.ones_like(tokens)
-    mask[1, :9] = 0
-    prompt = {"input_ids": tokens[:, :PROMPT], "attention_mask": mask[:, :PROMPT]}
-    with kdacore.record_selections() as ran:
-        trained = model(input_ids=tokens, attention_mask=mask, labels=tokens)
-        trained.loss.backward()
-        with torch.no_grad():
-            generated = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    ops = [selection.request.op for selection in ran]
-    return Outcome(trained.logits.detach(), trained.loss.detach(), gradients, generated, ops)
-
-
-def assert_equal(got: Outcome, want: Outcome) -> None:
-    assert_close(got.logits, want.logits, LOGITS)
-    assert_close(got.loss, want.loss, LOGITS)
-    assert set(got.gradients) == set(want.gradients)
-    for name in want.gradients:
-        assert_close(got.gradients[name], want.gradients[name], GRADIENTS, name)
-    assert torch.equal(got.tokens, want.tokens)
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor, bound: float, name: str = "") -> None:
-    error = (got - want).double().norm() / want.double().norm()
-    assert error <= bound, f"{name}: relative error {error:.1e}"
 
 
 def expected_calls(name: str) -> list[str]:
@@ -233,6 +169,10 @@ def test_through_fla_the_integration_is_as_active_as_that_of_fla(
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
 @pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
 def test_through_the_registry_of_fla(name: str, on_torch: dict[str, Outcome]) -> None:
+    from kdacore.integrations import transformers_fla_modules
+
+    forget(name)
+    before = {hook.function: hook for hook in transformers_fla_modules.status()}
     with shown("fla"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of fla, where there is no GPU
@@ -245,4 +185,11 @@ def test_through_the_registry_of_fla(name: str, on_torch: dict[str, Outcome]) ->
     assert outcome.ran == expected_calls(name)
     assert_equal(outcome, on_torch[name])
     assert fla.active and sum(hook.served for hook in fla.hooks) >= len(outcome.ran)
-    assert {hook.place for hook in transformers.hooks} == {"fla's registry"}
+    places = {hook.function: hook.place for hook in transformers.hooks}
+    assert {places[n] for n in (*KDA, *OPS["qwen3_next"])} == {"fla's registry"}
+    parts = {hook.function: hook for hook in transformers.hooks[4:]}
+    assert {*parts} == {"causal_conv1d_fn", "causal_conv1d_update", "RMSNormGated"}
+    for function, part in parts.items():  # FLA's kernels for them do not run here
+        assert part.place.startswith("transformers.models") and part.served == before[function].served
+        assert part.declined > before[function].declined
+        assert part.reason == "FLA's kernels do not run on cpu"

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import gloo_dtensors
 import gloo_hostile
 import rank_calls
 import torch
@@ -381,8 +382,12 @@ def checks(here: Here, kind: str) -> Iterator[tuple[str, Callable[[], None]]]:
     if kind == "long":
         yield from long_cases(here)
         return
+    if kind == "dtensors":
+        for check in gloo_dtensors.LONGER if here.size == 2 else gloo_dtensors.ON_FOUR:
+            yield check.__name__, lambda check=check: check(here)
+        return
     if here.size == 2:
-        for check in (*ON_TWO, *gloo_hostile.CHECKS):
+        for check in (*ON_TWO, *gloo_hostile.CHECKS, *gloo_dtensors.QUICK):
             yield check.__name__, lambda check=check: check(here)
     yield "ranks_within_data_parallel_groups", lambda: ranks_within_data_parallel_groups(here)
     yield from cases(here)

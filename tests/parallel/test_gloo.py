@@ -52,6 +52,13 @@ def test_longer_rows(size: int, tmp_path: Path) -> None:
     assert_all_pass(size, tmp_path, "long", at_least=8, timeout=900)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_dtensors(size: int, tmp_path: Path) -> None:
+    """Compiled, and on meshes of two dimensions; the others are among those of :func:`test_ranks`."""
+    assert_all_pass(size, tmp_path, "dtensors", at_least=2, timeout=240)
+
+
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     codes, passed, said = run(2, tmp_path, "dies", timeout=60)
     assert codes == [0, 3], said

@@ -115,7 +115,7 @@ def problem_of(x: torch.Tensor) -> tuple[str, str] | None:
         placed = ", ".join(map(str, x.placements))
         return (
             f"a DTensor ({placed})",
-            "a plain tensor: to_local() of whole heads or rows, or cp= for split tokens",
+            "a plain tensor, as to_local() gives it: neither stages nor calls with cp= take DTensors",
         )
     if _is_of(x, "torch.masked", "MaskedTensor"):
         return "a MaskedTensor", "a tensor without a mask; sequences of different lengths are packed"

@@ -16,6 +16,7 @@ LIBRARY = "libcuda.so.1"
 _MULTIPROCESSORS, _CAPABILITY = 16, (75, 76)  # of CUdevice_attribute; major and minor
 _MEMORY_CLOCK, _MEMORY_BUS = 36, 37  # kHz, bits
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: a launch in a thread that has not used CUDA yet, such as a new one of
 autograd's."""
@@ -168,6 +169,17 @@ class Driver:
             yield stream
         finally:
             self._dll.cuCtxSetCurrent(before)
+
+    @contextmanager
+    def while_recording(self) -> Iterator[None]:
+        """Inside, the calling thread may make calls that a stream capture forbids by default, such as loading a kernel.
+        They are not recorded and do not end the capture."""
+        mode = ctypes.c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._dll.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def load_kernel(self, cubin: bytes, entry: str) -> int:
         """Handle of ``entry`` in ``cubin``, valid in every context, on every device of that architecture. DriverError

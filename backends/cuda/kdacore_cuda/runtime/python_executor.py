@@ -155,9 +155,11 @@ class PythonExecutor:
                 path = FOLDER / f"{identity:016x}.cubin"
                 if cubin is None and not path.is_file():
                     raise ProgramError(f"no machine code {identity:016x} in this version of kdacore")
-                handle = self.driver.load_kernel(path.read_bytes() if cubin is None else cubin, entry)
+                with self.driver.while_recording():
+                    handle = self.driver.load_kernel(path.read_bytes() if cubin is None else cubin, entry)
                 self._handles[identity] = handle
             if shared > max(STATIC_SHARED, self._shared.get((identity, device), 0)):
-                self.driver.allow_shared(handle, shared, device)
+                with self.driver.while_recording():
+                    self.driver.allow_shared(handle, shared, device)
                 self._shared[identity, device] = shared
         return handle

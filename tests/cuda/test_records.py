@@ -152,7 +152,7 @@ def call_of(
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_layouts_and_state_dtypes(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
 ) -> None:
@@ -272,7 +272,7 @@ def commit_of(inputs: RecurrentInputs, **more: Any) -> CommitInputs:
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("moved", [False, True])
 def test_commit(emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype, moved: bool) -> None:
     goals = torch.tensor([2, 6, 4, 3, -1], dtype=torch.int32) if moved else None
@@ -321,11 +321,19 @@ def test_float32_states_are_those_of_plain_decoding(
     assert {name[-1] for name in plain_kernels} == {"3" if op == GDN else "2"}  # those for one token
 
 
-@pytest.mark.parametrize(("v_first", "K", "steps"), [(False, 64, 100), (True, 64, 100), (False, 128, 8)])
-def test_bfloat16_states_are_those_of_writing_each(
-    emulated: list[str], v_first: bool, K: int, steps: int
+@pytest.mark.parametrize(
+    ("state_dtype", "v_first", "K", "steps"),
+    [
+        (torch.bfloat16, False, 64, 100),
+        (torch.bfloat16, True, 64, 100),
+        (torch.bfloat16, False, 128, 8),
+        (torch.float16, False, 64, 20),
+    ],
+)
+def test_states_of_16_bits_are_those_of_writing_each(
+    emulated: list[str], state_dtype: torch.dtype, v_first: bool, K: int, steps: int
 ) -> None:
-    check_writing_each(steps, *[Server(KDA, torch.bfloat16, v_first, K) for _ in range(2)])
+    check_writing_each(steps, *[Server(KDA, state_dtype, v_first, K) for _ in range(2)])
     assert {name.partition("-")[0] for name in emulated} == {"recurrent", "record_tokens", "commit_records"}
 
 

@@ -22,8 +22,10 @@ from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
 _HALVES = "bfloat16", "float16"
-_DECODE_MODES = RecurrentMode.GENERAL, RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
+_STATES = "float32", "bfloat16"
 _RECORD_MODES = RecurrentMode.GENERAL, RecurrentMode.CONTIGUOUS
+_ONE_TOKEN_MODES = RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
+_DECODE_MODES = RecurrentMode.GENERAL, *_ONE_TOKEN_MODES
 _WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
 
 
@@ -32,12 +34,14 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     architecture ``arch``.
 
     Not packaged, and so compiled on the first call: stages with K != V; except on Hopper, the chunk
-    forward with a float32 ``g``; and the gated delta rule with head dims other than 64 and 128, or
-    with float16 and another head dim than 128.
+    forward with a float32 ``g``; the gated delta rule with head dims other than 64 and 128, or
+    with float16 and another head dim than 128; and the recurrent ops with float16 states, but for one
+    token with K = V = 128.
     """
-    states = HEAD_DIMS, _EITHER, _EITHER
+    states = HEAD_DIMS, _EITHER, _STATES
     kernels = [
         _each(recurrent.recurrent_kernel, *states, RecurrentMode),
+        _each(recurrent.recurrent_kernel, (128,), _EITHER, ("float16",), _ONE_TOKEN_MODES),
         _each(recurrent.records_kernel, *states, _RECORD_MODES),
         _each(recurrent.record_tokens_kernel, HEAD_DIMS),
         _each(recurrent.commit_kernel, *states),

@@ -25,7 +25,7 @@ _NUMBERS = (
 def launches_of(r: Request) -> Launches:
     """The launch of a call whose arrays are all contiguous."""
     dtypes, row = dtypes_of(r), r.HV * r.K * r.V
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16"
+    kind = r.K, r.state_v_first, r.state_dtype
     flags = FLAGS["INDEX64"] * (dtypes["state_indices"] == "int64")
     flags |= FLAGS["WRITES64"] * (dtypes[r.written_indices] == "int64")
     values = (
@@ -37,6 +37,6 @@ def launches_of(r: Request) -> Launches:
 
 
 @cache
-def _program(K: int, v_first: bool, bf16_state: bool) -> Program:
-    launch = Launch("commit_records", kernels.commit_kernel(K, v_first, bf16_state), "blocks", _FIELDS)
+def _program(K: int, v_first: bool, state_dtype: str) -> Program:
+    launch = Launch("commit_records", kernels.commit_kernel(K, v_first, state_dtype), "blocks", _FIELDS)
     return Program((launch,), _ARRAYS, _NUMBERS)

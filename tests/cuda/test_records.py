@@ -14,18 +14,19 @@ from pool_checks import pool_of, same_bits
 from record_calls import (
     GDN,
     KDA,
-    NAN,
     PARTS,
     TOKENS,
     N,
     Server,
     apart,
     check_plain_decoding,
+    check_records,
     check_writing_each,
     commit_request,
     gate_of,
     joined,
     options_of,
+    poison_records,
     records_of,
     tokens_of,
 )
@@ -52,27 +53,10 @@ def copied(inputs: Any) -> Any:
     return type(inputs)(*(None if x is None else x.clone() for x in inputs))
 
 
-def poison_records(request: Request, inputs: Any) -> None:
-    """NaN in all records that are not to be read."""
-    rows = rows_of(request, inputs)
-    read = torch.zeros(inputs.record_update.shape[:2], dtype=torch.bool)
-    for row, count in zip(rows.records, rows.replayed, strict=True):
-        if row != ZEROS:
-            read[row, :count] = True
-    for name in PARTS:
-        getattr(inputs, name)[~read] = NAN
-
-
-def effects(update: Any, key: Any) -> Any:
-    """What records add to a state, ``[..., HV, K, V]``: a factor of one may stand with the other."""
-    key = np.repeat(key, update.shape[-2] // key.shape[-2], axis=-2)
-    return key[..., :, None] * update[..., None, :]
-
-
 def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> None:
     """A call against the oracle, with NaN in what is not read, and by the fast path."""
     request = request_of(op, inputs, **options_of(op, **options))
-    poison_records(request, inputs)
+    poison_records(rows_of(request, inputs), inputs)
     before = copied(inputs)
     want = oracle(request, before)
     got = recurrent.forward(request, inputs)
@@ -105,20 +89,7 @@ def compare(request: Request, before: Any, after: Any, o: torch.Tensor, want: An
     others = np.setdiff1d(np.arange(len(pool)), written)
     assert error(pool[written], want.final_state[written]) < O_BOUND
     assert same_bits(pool[others], was[others])
-    check_records(rows, lengths, before, after, want.written)
-
-
-def check_records(rows: Any, lengths: Any, before: Any, after: Any, want: Any) -> None:
-    written = np.zeros(before.record_update.shape[:2], bool)
-    for row, length in zip(rows.records, lengths, strict=True):
-        if row != ZEROS:
-            written[row, :length] = True
-    for name in PARTS:
-        assert same_bits(getattr(after, name)[~written], getattr(before, name)[~written])
-    if written.any():
-        got = (after.record_update[written].numpy(), after.record_key[written].numpy())
-        assert error(effects(*got), effects(want.update[written], want.key[written])) < O_BOUND
-        assert error(after.record_decay[written], want.decay[written]) < O_BOUND
+    check_records(rows, lengths, before._asdict(), after._asdict(), want.written)
 
 
 def call_of(
@@ -278,7 +249,7 @@ def test_commit(emulated: list[str], K: int, v_first: bool, state_dtype: torch.d
     goals = torch.tensor([2, 6, 4, 3, -1], dtype=torch.int32) if moved else None
     inputs = commit_of(call_of(H=2, HV=4, K=K, state_dtype=state_dtype, strided=moved), write_indices=goals)
     request = commit_request(inputs, v_first)
-    poison_records(request, inputs)
+    poison_records(rows_of(request, inputs), inputs)
     before = copied(inputs)
     want = oracle_commit(request, before)
     assert commit_records(request, inputs).pool is inputs.initial_state

@@ -132,8 +132,17 @@ def make_backend() -> Backend:
         serves=(ops.SEQUENCE_FEATURES - {"initial_state"})  # always given
         | ops.POOL_FEATURES
         | ops.RECURRENT_FEATURES
-        | {"out", "conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"},
-        verifiers=_RECURRENT,
+        | {
+            "out",
+            "conv",
+            "conv_bias",
+            "conv_indices",
+            "conv_windows",
+            "output_gate",
+            "output_norm",
+            "records",
+        },
+        verifiers=_RECURRENT + _verifiers("decode_records"),
         fast_path=_lazy("forms.decode.forward", "make_fast_call"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"

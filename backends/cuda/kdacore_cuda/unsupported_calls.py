@@ -90,6 +90,14 @@ def recurrent_variant(request: Request) -> Reason | None:
     return _unpackaged("float16 states") if request.state_dtype == "float16" else None
 
 
+@common.reads_no_lengths
+def decode_records(request: Request) -> Reason | None:
+    """Of the fused decode step with records the usual head dim and state dtypes have packaged machine code."""
+    if not request.has("record_indices") or (request.K == 128 and request.state_dtype != "float16"):
+        return None
+    return _unpackaged(f"records with K={request.K}, {request.state_dtype} states")
+
+
 def _unpackaged(got: str) -> Reason | None:
     if _has_compiler():
         return None

@@ -7,7 +7,14 @@ from itertools import chain, product
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, has_hopper_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.choice import SCANNERS, RecurrentMode, cluster_sizes, decode_splits, has_hopper_recompute
+from kdacore_cuda.choice import (
+    SCANNERS,
+    RecurrentMode,
+    Split,
+    cluster_sizes,
+    decode_splits,
+    has_hopper_recompute,
+)
 from kdacore_cuda.forms.backward import kernels as backward
 from kdacore_cuda.forms.dataflow import kernels as dataflow
 from kdacore_cuda.forms.decode import kernels as decode
@@ -35,8 +42,9 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
 
     Not packaged, and so compiled on the first call: stages with K != V; except on Hopper, the chunk
     forward with a float32 ``g``; the gated delta rule with head dims other than 64 and 128, or
-    with float16 and another head dim than 128; and the recurrent ops with float16 states, but for one
-    token with K = V = 128.
+    with float16 and another head dim than 128; the recurrent ops with float16 states, but for one
+    token with K = V = 128; and the fused decode step with records of candidates, where states are float16
+    or K = V = 64.
     """
     states = HEAD_DIMS, _EITHER, _STATES
     kernels = [
@@ -46,6 +54,8 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         _each(recurrent.record_tokens_kernel, HEAD_DIMS),
         _each(recurrent.commit_kernel, *states),
         _each(decode.windows_kernel, HEAD_DIMS),
+        _each(decode.windows_kernel, (128,), _YES),
+        _each(decode.decode_kernel, (128,), _EITHER, _STATES, (Split(1, 1),), (RecurrentMode.GENERAL,), _YES),
         *[_of_decode(mode, dtype, arch) for mode in _DECODE_MODES for dtype in ("float32", *_HALVES)],
     ]
     kernels += _of_hopper() if arch == HOPPER else []

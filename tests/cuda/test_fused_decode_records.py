@@ -1,5 +1,5 @@
 """Candidates by records in the fused decode step of the CUDA backend, emulated: against the oracle, and bit for bit
-against decoding without records."""
+against decoding without records; and windows of candidates that share memory."""
 
 from __future__ import annotations
 
@@ -155,6 +155,51 @@ def test_no_order_of_blocks_and_threads_changes_a_bit(
         written = [o, inputs.initial_state, inputs.conv_state, *(getattr(inputs, name) for name in PARTS)]
         assert all(map(same_bits, written, first or written))
         first = written
+
+
+def candidates_by_states(group: int, rows: torch.Tensor | None) -> DecodeInputs:
+    """Six sequences that write the state after each candidate; they continue from some, all and no candidates.
+    ``rows``: of their windows."""
+    table = torch.randperm(24, generator=torch.Generator().manual_seed(4)).view(6, 4)
+    accepted = torch.tensor([2, 1, 3, 4, 0, 1])
+    given: dict[str, Any] = {"H": 1, "HV": group, "K": 64, "slots": 24}
+    inputs = decode_inputs(GDN, lengths=LENGTHS, **given, state_indices=table, num_accepted_tokens=accepted)
+    return inputs._replace(record_indices=rows)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("way", ["states", "states, named rows", "records"])
+def test_windows_that_share_memory(
+    way: str, group: int, emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each begins one token after the one before, as SGLang has them for the gated delta rule. The call does what it
+    does with the same windows in memory of their own."""
+
+    def call(share: bool) -> tuple[torch.Tensor, DecodeInputs, torch.Tensor]:
+        if way == "records":
+            inputs = candidates(GDN, windows=True, HV=group)
+            inputs.num_replayed[0] = 2
+        else:
+            rows = torch.tensor([4, 2, 6, 1, 5, 3]) if way.endswith("rows") else None
+            inputs = candidates_by_states(group, rows)
+        D = inputs.x.shape[2]
+        memory = torch.randn(8, D, 4 + 2, generator=torch.Generator().manual_seed(2)).bfloat16()
+        windows = memory.as_strided((8, 4, 3, D), (6 * D, 1, 1, 6))
+        inputs = inputs._replace(conv_windows=windows if share else windows.clone())
+        o = decode.forward(decode_request(GDN, inputs, **IN_PLACE), inputs).o
+        return o, inputs, memory
+
+    o, apart, expected = call(False)
+    rows = range(6) if apart.record_indices is None else apart.record_indices.tolist()
+    for row, length in zip(rows, LENGTHS, strict=True):
+        for t in range(length if row >= 0 else 0):
+            expected[row, :, t : t + 3] = apart.conv_windows[row, t].T
+    for _ in in_each_order(monkeypatch, starved=range(0, 8, 3), dispatch=range(2)):
+        got, inputs, memory = call(True)
+        assert same_bits(got, o)
+        assert same_bits(memory, expected)
+        assert same_bits(inputs.conv_state, apart.conv_state)
+        assert same_bits(inputs.initial_state, apart.initial_state)
 
 
 # --- bit for bit --------------------------------------------------------------------------------------------------

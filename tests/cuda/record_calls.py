@@ -12,8 +12,8 @@ from pool_checks import pool_of, same_bits
 
 from kdacore.contract.state_rows import ZEROS
 from kdacore.types import CommitInputs, RecurrentInputs, Request
+from kdacore_cuda.forms.commit.forward import commit_records
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.recurrent.commit import commit_records
 
 NAN = float("nan")
 KDA, GDN = "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"

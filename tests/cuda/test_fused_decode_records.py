@@ -15,10 +15,11 @@ from pool_checks import same_bits
 from record_calls import PARTS, apart, commit_request
 
 import kdacore
+from kdacore.oracle.commit import oracle_commit
 from kdacore.types import CommitInputs, DecodeInputs
 from kdacore_cuda import unsupported_calls
+from kdacore_cuda.forms.commit.forward import commit_records
 from kdacore_cuda.forms.decode import forward as decode
-from kdacore_cuda.forms.recurrent.commit import commit_records
 
 IN_PLACE: dict[str, Any] = {"inplace_state": True, "output_final_state": True, "null_index": 0}
 LENGTHS = (3, 1, 4, 0, 2, 3)
@@ -202,6 +203,29 @@ def test_windows_that_share_memory(
         assert same_bits(inputs.initial_state, apart.initial_state)
 
 
+# --- commit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_commit_of_windows(windows: bool, dtype: torch.dtype, emulated: list[str]) -> None:
+    """Of all, no and some records; one without a row of them, one without a slot. Any strides and rows."""
+    inputs = candidates(GDN, windows=windows, HV=2, index=torch.int32)
+    given = {name: getattr(inputs, name) for name in CommitInputs._fields if name in inputs._fields}
+    conv = {name: apart(given[name].to(dtype)) for name in ("conv_state", "conv_windows")[: 1 + windows]}
+    given |= {**conv, "conv_indices": torch.tensor([2, 6, -1, 3, 1, 4]) if windows else None}
+    call = CommitInputs(**given)
+    request = commit_request(call)
+    before = CommitInputs(*(None if x is None else x.clone() for x in call))
+    want = oracle_commit(request, before)
+    got = commit_records(request, call)
+    assert got.pool is call.initial_state and got.conv_state is call.conv_state
+    assert same_bits(call.conv_state, torch.from_numpy(want.conv_state).to(dtype))
+    kept = [row for row in range(8) if row not in (3, 5, 1, 7)]
+    assert same_bits(call.initial_state[kept], before.initial_state[kept])
+    assert [name.partition("-")[0] for name in emulated] == ["commit_records", "commit_windows"]
+
+
 # --- bit for bit --------------------------------------------------------------------------------------------------
 
 MOST, TOKENS = 3, 30
@@ -241,9 +265,9 @@ class Server:
         return self.call(at, counts, record_indices=ROW, num_replayed=torch.tensor(replayed))
 
     def commit(self, replayed: list[int]) -> None:
-        """States alone."""
         inputs = CommitInputs(
             initial_state=self.inputs.initial_state,
+            conv_state=self.inputs.conv_state,
             state_indices=SLOT,
             record_indices=ROW,
             num_replayed=torch.tensor(replayed),
@@ -286,6 +310,7 @@ def test_float32_states_are_those_of_plain_decoding(
         at, accepted = [a + count for a, count in zip(at, true, strict=True)], true
     by_records.commit(accepted)
     assert same_bits(by_records.inputs.initial_state, plain.inputs.initial_state)
+    assert same_bits(by_records.inputs.conv_state[SLOT, :, :3], plain.inputs.conv_state[SLOT, :, :3])
 
 
 @pytest.mark.first_cases(1)

@@ -34,8 +34,8 @@ from record_calls import (
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
 from kdacore.oracle.commit import oracle_commit
 from kdacore.types import CommitInputs, RecurrentInputs, Request
+from kdacore_cuda.forms.commit.forward import commit_records
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.recurrent.commit import commit_records
 
 
 def rows_of(request: Request, inputs: Any) -> Any:

@@ -123,9 +123,10 @@ def make_backend() -> Backend:
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )
     commit = _op(
-        forward=_by_kind("forms.recurrent.commit", "commit_records"),
-        serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
-        verifiers=_RECURRENT + _verifiers("recurrent_variant"),
+        forward=_by_kind("forms.commit.forward", "commit_records"),
+        serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"})
+        | {"conv", "conv_indices", "conv_windows"},
+        verifiers=_RECURRENT + _verifiers("recurrent_variant", "window_dtypes"),
     )
     decode = _op(
         forward=_by_kind("forms.decode.forward", "forward", "jax.decode"),

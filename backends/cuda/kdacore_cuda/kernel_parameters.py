@@ -162,7 +162,8 @@ of z lie together and can be read at once."""
 
 DECODE_RECORDS = _joined("DecodeRecordsParams", RECORDS, DECODE)
 """Parameters of the fused decode step with records of candidates, or with rows of their windows: ``record_update`` is
-0 where only the latter are given."""
+0 where only the latter are given. Of ``commit_windows`` ``tasks`` are channels of ``conv_state``, and ``taps`` is one
+more than its columns, or than those of ``conv_windows``."""
 
 INTRA = ParamStruct(
     "IntraParams",

@@ -32,6 +32,8 @@ gated_delta_dtype = common.dtypes(*HALVES)
 """Operands of the gated delta rule have either type."""
 float_dtypes = common.dtypes(*FLOATS, arrays=("g", "beta", "dt_bias"))
 """The kernels read any 16- or 32-bit float, of gates, betas and biases; the recurrent ones of q, k and v too."""
+window_dtypes = common.dtypes(*FLOATS, arrays=("conv_state",))
+"""Of ``commit_records``."""
 state_dtype = common.state_dtypes("float32", "bfloat16")
 recurrent_state_dtype = common.state_dtypes(*FLOATS)
 """The recurrent and fused decode kernels take states of any 16- or 32-bit float."""

@@ -55,6 +55,7 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         _each(recurrent.commit_kernel, *states),
         _each(decode.windows_kernel, HEAD_DIMS),
         _each(decode.windows_kernel, (128,), _YES),
+        _each(decode.commit_windows_kernel),
         _each(decode.decode_kernel, (128,), _EITHER, _STATES, (Split(1, 1),), (RecurrentMode.GENERAL,), _YES),
         *[_of_decode(mode, dtype, arch) for mode in _DECODE_MODES for dtype in ("float32", *_HALVES)],
     ]

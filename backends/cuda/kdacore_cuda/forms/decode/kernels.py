@@ -78,3 +78,15 @@ def windows_kernel(K: int, records: bool = False) -> Kernel:
 def windows_blocks(r: Request) -> int:
     """Blocks of its launch."""
     return -(-r.N * 2 * r.H * r.K // _WINDOW_THREADS)
+
+
+@cache
+def commit_windows_kernel() -> Kernel:
+    """The kernel that moves the convolution's windows of ``commit_records``, of any head dim."""
+    macros = {"K_DIM": 128, "STATE_BF16": 0, "RECORDS": 1, "MODE": RecurrentMode.GENERAL}
+    return make_kernel("common/decode/commit_windows", DECODE_RECORDS, **macros)
+
+
+def commit_windows_blocks(r: Request) -> int:
+    """Blocks of its launch."""
+    return -(-r.N * r.spec("conv_state").shape[1] // _WINDOW_THREADS)

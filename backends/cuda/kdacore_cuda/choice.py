@@ -127,6 +127,9 @@ def choose(request: Request, device: Figures) -> Choice:
         return _choose_gated_delta(request, device)
     if request.op.startswith("fused_decode"):
         return _choose_decode(request, device)
+    if request.op == "commit_records":
+        windows = ", and windows of the convolution" if request.has("conv_state") else ""
+        return Choice("commit", amount_of(request) + windows)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 

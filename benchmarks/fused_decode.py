@@ -5,8 +5,12 @@ On an NVIDIA GPU, bfloat16, K = V = 128, a convolution of width 4. ``fused`` is 
 ``fused_recurrent_*``, which alone is ``recurrent``. Launches of a CUDA graph, each on states and windows that the
 caches no longer hold. Before anything is timed, results are held against the reference backend's on the CPU.
 
+``verify`` cases take several candidates a sequence, all of which the next call accepts: by records (``num_replayed``
+of them precede each call), or by states (one written after each candidate). They have no chain.
+
 ``--slices`` has every value head divided among that many blocks, whatever the number of heads, and ``--warps``
-says how many warps a block has, to find where that pays. ``--device cpu`` checks the chain alone.
+says how many warps a block has, to find where that pays. ``--device cpu`` checks the chain alone, and verification by
+the reference backend.
 """
 
 from __future__ import annotations
@@ -43,11 +47,16 @@ class Case(NamedTuple):
     must: float | None = None
     aim: float | None = None
     state: str = "float32"
+    candidates: int = 1
+    """Tokens of a sequence."""
+    by: str = ""
+    """How candidates are kept: ``records`` or ``states``."""
 
     @property
     def shape(self) -> str:
         heads = f"H{self.H}" if self.H == self.HV else f"H{self.H} HV{self.HV}"
-        return f"{self.op} B{self.B} {heads} {self.state} state"
+        tokens = f" T{self.candidates} by {self.by}" if self.by else ""
+        return f"{self.op} B{self.B}{tokens} {heads} {self.state} state"
 
     @property
     def scalar(self) -> bool:
@@ -63,9 +72,19 @@ class Case(NamedTuple):
         return shared if self.scalar else {**shared, "safe_gate": True, "lower_bound": -5.0}
 
     @property
+    def slots(self) -> int:
+        """Rows of pools that a sequence has."""
+        return self.candidates if self.by == "states" else 1
+
+    @property
     def state_bytes(self) -> int:
-        """Of all sequences."""
-        return self.B * self.HV * K * K * (4 if self.state == "float32" else 2)
+        """Of all sequences, in all of their slots."""
+        return self.B * self.slots * self.HV * K * K * (4 if self.state == "float32" else 2)
+
+    @property
+    def moved_bytes(self) -> int:
+        """States that are read, one for each sequence, and written."""
+        return self.state_bytes // self.slots + self.state_bytes
 
 
 CASES: dict[str, Case] = {
@@ -82,33 +101,54 @@ CASES: dict[str, Case] = {
     "kda-bf16": Case("kda", 256, 32, 32, 155, 145, "bfloat16"),
     "gdn-b1": Case("gdn", 1, 16, 32),
     "kda-h12": Case("kda", 1, 12, 12),
+    "verify-records": Case("kda", 32, 32, 32, 46, 42, candidates=4, by="records"),
+    "verify-states": Case("kda", 32, 32, 32, candidates=4, by="states"),
 }
+PARTS = ("update", "key", "decay")
+CANDIDATES = ("num_accepted_tokens", "records", "record_indices", "num_replayed")
+"""Arguments of calls with candidates."""
 
 
-def draw(case: Case, rows: int, device: str) -> Arrays:
-    """Arrays of a call, with pools of so many rows."""
+def draw(case: Case, sequences: int, device: str) -> Arrays:
+    """Arrays of a call, with pools for so many sequences."""
     make = torch.Generator(device).manual_seed(case.B + case.HV)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape, generator=make, device=device).to(dtype)
 
-    B, H, HV = case.B, case.H, case.HV
+    B, T, H, HV, rows = case.B, case.candidates, case.H, case.HV, sequences * case.slots
     D, gate = 2 * H * K + HV * K, (HV,) if case.scalar else (HV, K)
     # Channels of a window lie side by side, as servers have them.
-    conv = normal(rows, TAPS - 1, D).transpose(1, 2)
+    conv = normal(rows, TAPS - 1 + T - 1, D).transpose(1, 2)
     pool = torch.empty(rows, HV, K, K, device=device, dtype=getattr(torch, case.state))
+    slots = torch.arange(B * case.slots, dtype=torch.int32, device=device)
+    more: Arrays = {}
+    if case.by == "states":
+        more = {"num_accepted_tokens": torch.full((B,), T, dtype=torch.int32, device=device)}
+        slots = slots.view(B, T)
+    elif case.by == "records":
+        sizes = zip(PARTS, ((HV, K), (H, K), gate), strict=True)
+        parts = {name: normal(sequences, T, *size, dtype=torch.float32) for name, size in sizes}
+        parts = {
+            "update": 0.1 * parts["update"],
+            "key": 0.1 * parts["key"],
+            "decay": parts["decay"].sigmoid(),
+        }
+        replayed = torch.full((B,), T, dtype=torch.int32, device=device)
+        more = {"records": tuple(parts.values()), "record_indices": slots, "num_replayed": replayed}
     return {
-        "x": normal(B, 1, D),
-        "g": normal(B, 1, *gate),
-        "beta": normal(B, 1, HV),
-        "z": normal(B, 1, HV, K),
+        "x": normal(B, T, D),
+        "g": normal(B, T, *gate),
+        "beta": normal(B, T, HV),
+        "z": normal(B, T, HV, K),
         "A_log": torch.log(1 + 15 * torch.rand(HV, generator=make, device=device)),
         "dt_bias": normal(*gate, dtype=torch.float32) - 4.0,
         "conv_weight": normal(D, TAPS, dtype=torch.float32) * 0.5,
         "norm_weight": 1 + normal(K, dtype=torch.float32) * 0.1,
         "initial_state": pool.normal_(0, 0.1, generator=make),
         "conv_state": conv,
-        "state_indices": torch.arange(B, dtype=torch.int32, device=device),
+        "state_indices": slots,
+        **more,
     }
 
 
@@ -120,7 +160,8 @@ def fused(case: Case, x: Arrays, backend: str | None) -> torch.Tensor:
 
 def recurrent(case: Case, x: Arrays, q: Any, k: Any, v: Any, backend: str | None) -> torch.Tensor:
     op = kdacore.fused_recurrent_gated_delta_rule if case.scalar else kdacore.fused_recurrent_kda
-    given = {name: x[name] for name in ("g", "beta", "A_log", "dt_bias", "initial_state", "state_indices")}
+    names = ("g", "beta", "A_log", "dt_bias", "initial_state", "state_indices", *CANDIDATES)
+    given = {name: x[name] for name in names if name in x}
     o, _ = op(q, k, v, **given, **case.options, inplace_state=True, backend=backend)
     return o
 
@@ -155,31 +196,39 @@ def check(case: Case, name: str, call: Callable[[Arrays], torch.Tensor], device:
     """Holds what a call returns and writes against the reference. Raises AssertionError."""
     x = draw(case, case.B + 1, device)
     some = sorted({*range(min(case.B, CHECKED)), case.B - 1})
+    few, slots = case._replace(B=len(some)), case.slots
+    rows = [slots * n + i for n in some for i in range(slots)]
     tokens = {n: x[n][some].cpu() for n in ("x", "g", "beta", "z")}
     shared = {n: x[n].cpu() for n in ("A_log", "dt_bias", "conv_weight", "norm_weight")}
-    pools = {n: x[n][some].cpu() for n in ("initial_state", "conv_state")}
-    want = fused(case, {**tokens, **shared, **pools, "state_indices": torch.arange(len(some))}, "reference")
-    beyond = x["initial_state"][case.B].clone()
+    pools = {n: x[n][rows].cpu() for n in ("initial_state", "conv_state")}
+    numbers = {n: a for n, a in draw(few, len(some), "cpu").items() if n in ("state_indices", *CANDIDATES)}
+    if "records" in x:
+        numbers["records"] = tuple(part[some].cpu() for part in x["records"])
+    want = fused(few, {**tokens, **shared, **pools, **numbers}, "reference")
+    beyond = x["initial_state"][case.B * slots :].clone()
     got = call(x)[some]
     errors = {
         "o": (apart(got, want), O_BOUND),
-        "state": (apart(x["initial_state"][some], pools["initial_state"]), STATE_BOUND),
+        "state": (apart(x["initial_state"][rows], pools["initial_state"]), STATE_BOUND),
     }
     for what, (error, bound) in errors.items():
         if not error < bound:
             raise AssertionError(
                 f"{case.shape}: {name}: {what} is {error:.1e} from the reference's, not {bound:.1e}"
             )
-    if not torch.equal(x["conv_state"][some].cpu(), pools["conv_state"]):
+    if not torch.equal(x["conv_state"][rows].cpu(), pools["conv_state"]):
         raise AssertionError(f"{case.shape}: {name}: windows of the convolution")
-    if not torch.equal(x["initial_state"][case.B], beyond):
+    if not torch.equal(x["initial_state"][case.B * slots :], beyond):
         raise AssertionError(f"{case.shape}: {name}: a row that no sequence names has changed")
 
 
 def capture(case: Case, call: Callable[[Arrays], Any], x: Arrays, count: int) -> Step:
     """A step that replays a graph of ``count`` launches, each with rows of its own."""
+    rows = {"state_indices": case.B * case.slots, "record_indices": case.B}
+    own = {name: step for name, step in rows.items() if name in x}
     return graphs.record(
-        call, [{**x, "state_indices": x["state_indices"] + i * case.B} for i in range(count)]
+        call,
+        [{**x, **{name: x[name] + i * step for name, step in own.items()}} for i in range(count)],
     )
 
 
@@ -192,7 +241,9 @@ def measure(found: Results, name: str, case: Case, samples: int) -> None:
         "chain": lambda given: chain(case, given, "cuda"),
         "recurrent": lambda given: recurrent(case, given, q, k, v, "cuda"),
     }
-    for whose in ("fused", "chain"):
+    if case.by:
+        del calls["chain"]
+    for whose in calls.keys() - {"recurrent"}:
         check(case, whose, calls[whose], "cuda")
     steps = {whose: capture(case, call, x, count) for whose, call in calls.items()}
     timings = interleave(steps, lambda step: graphs.seconds_of(step, count), Budget(samples, 20.0))
@@ -201,14 +252,14 @@ def measure(found: Results, name: str, case: Case, samples: int) -> None:
     host = 1e6 * statistics.median(
         busy_seconds(lambda: calls["fused"](x), torch.cuda.synchronize) for _ in range(30)
     )
-    rate = 2 * case.state_bytes / timings["fused"].median / 1e12
+    rate = case.moved_bytes / timings["fused"].median / 1e12
     goal = "" if case.must is None else f"  must {case.must:g}, aim {case.aim:g}"
     times = "  ".join(f"{whose} {1e6 * t.median:8.2f}" for whose, t in timings.items())
     print(
-        f"{name:9} {case.shape:34} {times} us  {rate:.2f} TB/s of states  host {host:.1f} us{goal}",
+        f"{name:14} {case.shape:44} {times} us  {rate:.2f} TB/s of states  host {host:.1f} us{goal}",
         flush=True,
     )
-    print(f"          {form}", flush=True)
+    print(f"{'':14} {form}", flush=True)
     for whose, t in timings.items():
         found.rows.append(
             Row(
@@ -249,8 +300,9 @@ def force_division(slices: int | None, warps: int | None) -> None:
 
 
 def check_on_cpu(name: str, case: Case) -> None:
-    check(case, "chain", lambda x: chain(case, x, "reference"), "cpu")
-    print(f"{name}: the chain is right")
+    whose, call = ("fused", fused) if case.by else ("chain", chain)
+    check(case, whose, lambda x: call(case, x, "reference"), "cpu")
+    print(f"{name}: {whose} is right")
 
 
 def main() -> None:

@@ -10,16 +10,18 @@ import torch
 from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, STATE_BOUND, Draw, error, request_of
 from emulated_backend import HOPPER
 from pool_checks import pool_of, same_bits
+from record_calls import PARTS, check_records, poison_records, records_of
 
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
 from kdacore.ops import OPS
 from kdacore.oracle.decode import oracle_decode
-from kdacore.types import DecodeInputs, Request, TensorSpec
+from kdacore.types import DecodeInputs, Request
 from kdacore_cuda.forms.decode import forward as decode
 
 KDA, GDN = "fused_decode_kda", "fused_decode_gated_delta_rule"
 NAN = float("nan")
-WRITTEN = ("initial_state", "write_pool", "conv_state", "conv_windows", "out")
+WINDOWS = ("conv_state", "conv_windows")
+WRITTEN = ("initial_state", "write_pool", *WINDOWS, *PARTS, "out")
 TOKENS = ("x", "g", "beta", "z")
 
 
@@ -27,14 +29,7 @@ def decode_request(op: str, inputs: DecodeInputs, **options: Any) -> Request:
     """The validated Request of a call, with the usual options of models, on an H100."""
     defaults = {name: OPS[op].defaults[name] for name in ("norm_eps", "norm_activation")}
     model = BOUNDED_MODEL if op == KDA else MODEL
-    pool = inputs.initial_state
-    is_half = pool.dtype == torch.float16  # the front end does not take such states yet
-    given = inputs._replace(initial_state=pool.bfloat16()) if is_half else inputs
-    request = request_of(op, given, **({**defaults, **model} | options))
-    if is_half:
-        specs = dict(request.tensors)
-        specs["initial_state"] = TensorSpec(specs["initial_state"].shape, "float16")
-        request = dataclasses.replace(request, state_dtype="float16", tensors=tuple(specs.items()))
+    request = request_of(op, inputs, **({**defaults, **model} | options))
     return dataclasses.replace(request, device=HOPPER)
 
 
@@ -53,12 +48,13 @@ def decode_inputs(
     columns: int | None = None,
     slots: int = 7,
     lengths: tuple[int, ...] | None = None,
+    records: int = 0,
     seed: int = 0,
     **more: Any,
 ) -> Any:
     """A :class:`DecodeInputs` of random arrays: a pool of states and convolution states, of which every sequence has a
-    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``more``: arrays, or None for one that is
-    not to be given."""
+    slot. ``lengths``: a pack, with two rows that belong to no sequence. ``records``: records in each of as many rows
+    as the pool has. ``more``: arrays, or None for one that is not to be given."""
     d, D = Draw(seed, dtype), 2 * H * K + HV * K
     size = (B, T) if lengths is None else (1, sum(lengths) + 2)
     N = B if lengths is None else len(lengths)
@@ -78,6 +74,8 @@ def decode_inputs(
     }
     if lengths is not None:
         given["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)])
+    if records:
+        given |= records_of(op, d, slots, records, H, HV, K)
     return DecodeInputs(**(given | more))
 
 
@@ -108,6 +106,8 @@ def poison(inputs: DecodeInputs, read: torch.Tensor, rows: Any) -> DecodeInputs:
     inputs.initial_state[unread] = NAN
     if inputs.conv_state is not None:
         inputs.conv_state[np.setdiff1d(np.arange(len(inputs.conv_state)), rows.conv)] = NAN
+    if inputs.record_update is not None:
+        poison_records(rows, inputs)
     return inputs._replace(**changed)
 
 
@@ -174,11 +174,13 @@ def compare(
         assert same_bits(pool[others], before[request.written_pool][others])
         if len(written):
             assert error(pool[written], want.final_state[written]) < loose * STATE_BOUND
-        conv = iter(want.written)
-        for name in ("conv_state", "conv_windows"):
+        stored = list(want.written)
+        for name in WINDOWS:
             if (x := getattr(inputs, name)) is not None:
-                exact = torch.from_numpy(next(conv)).to(x.dtype)
+                exact = torch.from_numpy(stored.pop(0)).to(x.dtype)
                 assert same_bits(x.nan_to_num(7.0), exact.nan_to_num(7.0))
+        if stored:
+            check_records(rows, lengths, before, inputs._asdict(), stored)
     else:
         assert all(same_bits(getattr(inputs, name), x) for name, x in before.items() if name != "out")
         assert (final is not None) == request.output_final_state

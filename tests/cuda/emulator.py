@@ -24,7 +24,10 @@ from kdacore_cuda.kernel_parameters import ParamStruct
 HERE = Path(__file__).parent / "emulation"
 STRUCTS = {x.name: x for x in vars(kernel_parameters).values() if isinstance(x, ParamStruct)}
 """Structs of parameters, by their names in C."""
-_CHOSEN = {"RecurrentOf": ("RecurrentParams", "RecurrentRecordsParams")}
+_CHOSEN = {
+    "RecurrentOf": ("RecurrentParams", "RecurrentRecordsParams"),
+    "DecodeOf": ("DecodeParams", "DecodeRecordsParams"),
+}
 """Those that depend on the macro RECORDS, by the name of what chooses."""
 COMPILE = (
     "g++",
@@ -84,7 +87,7 @@ def build(kernel: KernelSource, params: ParamStruct) -> ctypes.CDLL:
 def params_of(kernel: KernelSource) -> ParamStruct:
     """The struct that the kernel takes by value."""
     (name,) = re.findall(r"KDA_PARAM (\w+)", kernel.read())
-    return STRUCTS[_CHOSEN[name][kernel.macros["RECORDS"]] if name in _CHOSEN else name]
+    return STRUCTS[_CHOSEN[name][kernel.macros.get("RECORDS", 0)] if name in _CHOSEN else name]
 
 
 def launch_sizes(kernel: KernelSource) -> LaunchSizes:

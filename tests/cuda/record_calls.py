@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda_calls import BOUNDED_MODEL, MODEL, Draw, request_of
+from cuda_calls import BOUNDED_MODEL, MODEL, O_BOUND, Draw, error, request_of
 from pool_checks import pool_of, same_bits
 
+from kdacore.contract.state_rows import ZEROS
 from kdacore.types import CommitInputs, RecurrentInputs, Request
+from kdacore_cuda.forms.commit.forward import commit_records
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.recurrent.commit import commit_records
 
 NAN = float("nan")
 KDA, GDN = "fused_recurrent_kda", "fused_recurrent_gated_delta_rule"
@@ -57,9 +58,40 @@ def records_of(
     parts = {
         "record_update": 0.3 * d.normal(rows, n, HV, K, dtype=wide),
         "record_key": d.normal(rows, n, H, K, dtype=wide) / K**0.5,
-        "record_decay": d.uniform(rows, n, HV, *(() if op == GDN else (K,))),
+        "record_decay": d.uniform(rows, n, HV, *(() if op.endswith("rule") else (K,))),
     }
     return {name: apart(x) for name, x in parts.items()} if strided else parts
+
+
+def poison_records(rows: Any, inputs: Any) -> None:
+    """NaN in all records that are not to be read. ``rows``: the call's rows, by value."""
+    read = torch.zeros(inputs.record_update.shape[:2], dtype=torch.bool)
+    for row, count in zip(rows.records, rows.replayed, strict=True):
+        if row != ZEROS:
+            read[row, :count] = True
+    for name in PARTS:
+        getattr(inputs, name)[~read] = NAN
+
+
+def effects(update: Any, key: Any) -> Any:
+    """What records add to a state, ``[..., HV, K, V]``: a factor of one may stand with the other."""
+    key = np.repeat(key, update.shape[-2] // key.shape[-2], axis=-2)
+    return key[..., :, None] * update[..., None, :]
+
+
+def check_records(rows: Any, lengths: Any, before: Any, after: Any, want: Any) -> None:
+    """Those that a call wrote, with ``want``: the oracle's update, key and decay; the others have their bits."""
+    written = np.zeros(before["record_update"].shape[:2], bool)
+    for row, length in zip(rows.records, lengths, strict=True):
+        if row != ZEROS:
+            written[row, :length] = True
+    for name in PARTS:
+        assert same_bits(after[name][~written], before[name][~written])
+    if written.any():
+        update, key, decay = (x[written] for x in want)
+        got = after["record_update"][written].numpy(), after["record_key"][written].numpy()
+        assert error(effects(*got), effects(update, key)) < O_BOUND
+        assert error(after["record_decay"][written], decay) < O_BOUND
 
 
 def commit_request(inputs: CommitInputs, v_first: bool = False) -> Request:

@@ -258,6 +258,7 @@ ALLOWED = (
                 "V_FIRST": v_first,
                 "STATE_BF16": dtype == "bf16",
                 "STATE_F16": 1 if dtype == "f16" else None,
+                "RECORDS": None,
                 "MODE": RecurrentMode.GENERAL,
             },
             _OF_ANY_CALL if arch == "sm_90a" else _OF_ANY_CALL + "; compiled only",
@@ -292,6 +293,26 @@ ALLOWED = (
             ("sm_120", "f16", 1, 8),
         )
         for mode in (RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE)
+    ),
+    *(
+        Allowance(
+            spills,
+            arch,
+            "common/decode/decode.cu",
+            {"V_FIRST": v_first, "STATE_BF16": dtype == "bf16", "RECORDS": 1},
+            _OF_ANY_CALL + "; and where the records of its sequence are",
+        )
+        for arch, v_first, by_dtype in (
+            ("sm_80", 0, {"f32": 296, "bf16": 564}),
+            ("sm_80", 1, {"f32": 308, "bf16": 276}),
+            ("sm_90a", 0, {"f32": 120, "bf16": 372}),
+            ("sm_90a", 1, {"f32": 248, "bf16": 340}),
+            ("sm_100f", 0, {"f32": 264, "bf16": 396}),
+            ("sm_100f", 1, {"f32": 260, "bf16": 416}),
+            ("sm_120", 0, {"f32": 276, "bf16": 492}),
+            ("sm_120", 1, {"f32": 272, "bf16": 548}),
+        )
+        for dtype, spills in by_dtype.items()
     ),
     Allowance(
         8,

@@ -66,6 +66,12 @@ def decoding(heads: int, N: int = 1, group: int = 1, scalar: bool = False, **fie
     return dataclasses.replace(base, op=op, tensors=tuple(given.items()), **fields)
 
 
+def with_arrays(request: Request, **shapes: tuple[int, ...]) -> Request:
+    """The call with further arrays."""
+    more = tuple((name, TensorSpec(shape, "float32")) for name, shape in shapes.items())
+    return dataclasses.replace(request, tensors=(*request.tensors, *more))
+
+
 # --- the forms ----------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, tuple[Request, str]] = {
@@ -106,6 +112,18 @@ FORMS: dict[str, tuple[Request, str]] = {
     "the fused decode step, other groups": (
         decoding(16, 32, 3, scalar=True),
         "decode: the kernel for every call, 32 sequences of 48 heads, one block a head, windows of q and k in a launch",
+    ),
+    "the fused decode step by records": (
+        with_arrays(decoding(16, 32), record_update=(32, 4, 16, 128), record_indices=(32,)),
+        "decode: the kernel for every call, 32 sequences of 16 heads, one block a head, candidates by records",
+    ),
+    "records without tokens": (
+        dataclasses.replace(call(32), op="commit_records"),
+        "commit: 32 heads",
+    ),
+    "records without tokens, and windows": (
+        with_arrays(dataclasses.replace(call(32), op="commit_records"), conv_state=(8, 12288, 3)),
+        "commit: 32 heads, and windows of the convolution",
     ),
     "the gated delta rule": (
         gated_delta(8),

@@ -22,9 +22,9 @@ KERNELS = {
     "unbounded": chunk_forward_kernel(128, 2, False, False).source,
     "few heads": chunk_forward_kernel(128, 4, True, False).source,
     "head dim 64": chunk_forward_kernel(64, 1, True, False).source,
-    "recurrent": recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source,
-    "recurrent V first": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN).source,
-    "recurrent head gate": recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN_HEAD_GATE).source,
+    "recurrent": recurrent_kernel(128, False, "float32", RecurrentMode.ONE_TOKEN).source,
+    "recurrent V first": recurrent_kernel(128, True, "float32", RecurrentMode.ONE_TOKEN).source,
+    "recurrent head gate": recurrent_kernel(128, True, "float32", RecurrentMode.ONE_TOKEN_HEAD_GATE).source,
 }
 
 
@@ -64,7 +64,7 @@ def test_matrix_instructions(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f", "sm_120"])
 def test_other_architectures(arch: str) -> None:
     assert compile_kernel(chunk_forward_kernel(128, 1, True, False, arch).source, arch).cubin
-    assert compile_kernel(recurrent_kernel(64, True, True, RecurrentMode.GENERAL).source, arch).cubin
+    assert compile_kernel(recurrent_kernel(64, True, "bfloat16", RecurrentMode.GENERAL).source, arch).cubin
 
 
 def test_clusters_compile_for_sm100() -> None:

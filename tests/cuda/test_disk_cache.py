@@ -16,7 +16,7 @@ from kdacore_cuda.build.kernel_source import KernelSource
 from kdacore_cuda.choice import RecurrentMode
 from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
-KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
+KERNEL = recurrent_kernel(128, False, "float32", RecurrentMode.ONE_TOKEN).source
 
 
 @pytest.fixture(autouse=True)

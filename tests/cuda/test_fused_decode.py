@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 from decode_calls import GDN, KDA, NAN, check, decode_inputs, decode_request
-from emulated_backend import NAME, registered
 from gated_delta_calls import in_each_order
 from pool_checks import same_bits
 
-import kdacore
-from kdacore.errors import UnsupportedError
 from kdacore_cuda import choice
 from kdacore_cuda.choice import RecurrentMode, Split
 from kdacore_cuda.forms.choice_on_device import chosen
@@ -360,15 +357,3 @@ def test_no_later_token_changes_earlier_ones(emulated: list[str], poison: None) 
         request = decode_request(KDA, inputs, **IN_PLACE)
         outputs.append(decode.forward(request, inputs).o[:, :2])
     assert same_bits(*outputs)
-
-
-@pytest.mark.parametrize("op", [KDA, GDN])
-def test_records_are_declined_by_name(op: str) -> None:
-    inputs = decode_inputs(op, K=64)
-    records = tuple(torch.zeros(2, 1, 2, d) for d in (64, 64, 64))
-    records = (*records[:2], records[2][..., 0]) if op == GDN else records
-    given = {name: x for name, x in inputs._asdict().items() if x is not None}
-    given |= {"records": records, "record_indices": index(0, 1, -1), "inplace_state": True, "backend": NAME}
-    given["use_gate_in_kernel"] = True
-    with registered(op), pytest.raises(UnsupportedError, match="records"):
-        getattr(kdacore, op)(**given)

@@ -49,10 +49,12 @@ def jax_cases() -> list[Case]:
 
 
 def test_some_cases_from_jax(from_jax: Device) -> None:
-    """One of candidates and their windows, and one that is traced."""
+    """One of candidates and their windows, one by records, and one that is traced."""
     found = jax_cases()
-    windows = next(c for c in found if c.conv_windows)
-    run_all([windows, next(c for c in found if c.mode == "jit" and c.op != windows.op)], from_jax)
+    by_records = [c for c in found if c.pool_use is not None and c.pool_use.records]
+    windows = next(c for c in found if c.conv_windows and c not in by_records)
+    traced = next(c for c in found if c.mode == "jit" and c.op != windows.op)
+    run_all([windows, by_records[0], traced], from_jax)
 
 
 @pytest.mark.exhaustive

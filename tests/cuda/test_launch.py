@@ -48,7 +48,7 @@ def stub(request: pytest.FixtureRequest, library: Stub, monkeypatch: pytest.Monk
 
 
 def kernel(shared: int = 1000) -> SizedKernel:
-    source = recurrent_kernel(64, False, False, RecurrentMode.GENERAL).source
+    source = recurrent_kernel(64, False, "float32", RecurrentMode.GENERAL).source
     return SizedKernel(source, RECURRENT, threads=64, shared=shared)
 
 
@@ -320,7 +320,7 @@ def test_values_are_packed_at_their_offsets(params: ParamStruct) -> None:
 
 
 def test_the_emulator_lays_structs_out_alike() -> None:
-    kernel = recurrent_kernel(64, True, False, RecurrentMode.ONE_TOKEN).source
+    kernel = recurrent_kernel(64, True, "float32", RecurrentMode.ONE_TOKEN).source
     library = emulator.build(kernel, RECURRENT)
     library.offset_of.restype = ctypes.c_size_t
     found = [library.offset_of(i) for i in range(len(RECURRENT.fields))]

@@ -23,7 +23,7 @@ from kdacore_cuda.forms.stages.kernels import hopper_recompute_kernel
 
 ROWS = CUBINS.rows()
 PACKAGED = [(kernel, arch) for arch in PACKAGED_ARCHS for kernel in packaged_kernels(arch)]
-KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
+KERNEL = recurrent_kernel(128, False, "float32", RecurrentMode.ONE_TOKEN).source
 
 
 def sizes_of(kernel: KernelSource, arch: str) -> LaunchSizes:

@@ -31,10 +31,10 @@ from kdacore_cuda.forms.recurrent.kernels import recurrent_kernel
 
 pytestmark = pytest.mark.quick
 
-KERNEL = recurrent_kernel(128, False, False, RecurrentMode.ONE_TOKEN).source
+KERNEL = recurrent_kernel(128, False, "float32", RecurrentMode.ONE_TOKEN).source
 CUBIN = (FOLDER / CUBINS.rows()[row_name(KERNEL, "sm_90a")]["file"]).read_bytes()
 SIZES = read_launch_sizes(CUBIN, KERNEL.entry)
-OTHER_KERNEL = recurrent_kernel(128, True, False, RecurrentMode.ONE_TOKEN).source
+OTHER_KERNEL = recurrent_kernel(128, True, "float32", RecurrentMode.ONE_TOKEN).source
 
 
 def test_packaged_cubins_match_their_sources() -> None:

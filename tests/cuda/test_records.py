@@ -14,18 +14,19 @@ from pool_checks import pool_of, same_bits
 from record_calls import (
     GDN,
     KDA,
-    NAN,
     PARTS,
     TOKENS,
     N,
     Server,
     apart,
     check_plain_decoding,
+    check_records,
     check_writing_each,
     commit_request,
     gate_of,
     joined,
     options_of,
+    poison_records,
     records_of,
     tokens_of,
 )
@@ -33,8 +34,8 @@ from record_calls import (
 from kdacore.contract.state_rows import INDEX_VALUES, ZEROS, state_rows
 from kdacore.oracle.commit import oracle_commit
 from kdacore.types import CommitInputs, RecurrentInputs, Request
+from kdacore_cuda.forms.commit.forward import commit_records
 from kdacore_cuda.forms.recurrent import forward as recurrent
-from kdacore_cuda.forms.recurrent.commit import commit_records
 
 
 def rows_of(request: Request, inputs: Any) -> Any:
@@ -52,27 +53,10 @@ def copied(inputs: Any) -> Any:
     return type(inputs)(*(None if x is None else x.clone() for x in inputs))
 
 
-def poison_records(request: Request, inputs: Any) -> None:
-    """NaN in all records that are not to be read."""
-    rows = rows_of(request, inputs)
-    read = torch.zeros(inputs.record_update.shape[:2], dtype=torch.bool)
-    for row, count in zip(rows.records, rows.replayed, strict=True):
-        if row != ZEROS:
-            read[row, :count] = True
-    for name in PARTS:
-        getattr(inputs, name)[~read] = NAN
-
-
-def effects(update: Any, key: Any) -> Any:
-    """What records add to a state, ``[..., HV, K, V]``: a factor of one may stand with the other."""
-    key = np.repeat(key, update.shape[-2] // key.shape[-2], axis=-2)
-    return key[..., :, None] * update[..., None, :]
-
-
 def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> None:
     """A call against the oracle, with NaN in what is not read, and by the fast path."""
     request = request_of(op, inputs, **options_of(op, **options))
-    poison_records(request, inputs)
+    poison_records(rows_of(request, inputs), inputs)
     before = copied(inputs)
     want = oracle(request, before)
     got = recurrent.forward(request, inputs)
@@ -105,20 +89,7 @@ def compare(request: Request, before: Any, after: Any, o: torch.Tensor, want: An
     others = np.setdiff1d(np.arange(len(pool)), written)
     assert error(pool[written], want.final_state[written]) < O_BOUND
     assert same_bits(pool[others], was[others])
-    check_records(rows, lengths, before, after, want.written)
-
-
-def check_records(rows: Any, lengths: Any, before: Any, after: Any, want: Any) -> None:
-    written = np.zeros(before.record_update.shape[:2], bool)
-    for row, length in zip(rows.records, lengths, strict=True):
-        if row != ZEROS:
-            written[row, :length] = True
-    for name in PARTS:
-        assert same_bits(getattr(after, name)[~written], getattr(before, name)[~written])
-    if written.any():
-        got = (after.record_update[written].numpy(), after.record_key[written].numpy())
-        assert error(effects(*got), effects(want.update[written], want.key[written])) < O_BOUND
-        assert error(after.record_decay[written], want.decay[written]) < O_BOUND
+    check_records(rows, lengths, before._asdict(), after._asdict(), want.written)
 
 
 def call_of(
@@ -152,7 +123,7 @@ def call_of(
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_layouts_and_state_dtypes(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
 ) -> None:
@@ -272,13 +243,13 @@ def commit_of(inputs: RecurrentInputs, **more: Any) -> CommitInputs:
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("moved", [False, True])
 def test_commit(emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype, moved: bool) -> None:
     goals = torch.tensor([2, 6, 4, 3, -1], dtype=torch.int32) if moved else None
     inputs = commit_of(call_of(H=2, HV=4, K=K, state_dtype=state_dtype, strided=moved), write_indices=goals)
     request = commit_request(inputs, v_first)
-    poison_records(request, inputs)
+    poison_records(rows_of(request, inputs), inputs)
     before = copied(inputs)
     want = oracle_commit(request, before)
     assert commit_records(request, inputs).pool is inputs.initial_state
@@ -321,11 +292,19 @@ def test_float32_states_are_those_of_plain_decoding(
     assert {name[-1] for name in plain_kernels} == {"3" if op == GDN else "2"}  # those for one token
 
 
-@pytest.mark.parametrize(("v_first", "K", "steps"), [(False, 64, 100), (True, 64, 100), (False, 128, 8)])
-def test_bfloat16_states_are_those_of_writing_each(
-    emulated: list[str], v_first: bool, K: int, steps: int
+@pytest.mark.parametrize(
+    ("state_dtype", "v_first", "K", "steps"),
+    [
+        (torch.bfloat16, False, 64, 100),
+        (torch.bfloat16, True, 64, 100),
+        (torch.bfloat16, False, 128, 8),
+        (torch.float16, False, 64, 20),
+    ],
+)
+def test_states_of_16_bits_are_those_of_writing_each(
+    emulated: list[str], state_dtype: torch.dtype, v_first: bool, K: int, steps: int
 ) -> None:
-    check_writing_each(steps, *[Server(KDA, torch.bfloat16, v_first, K) for _ in range(2)])
+    check_writing_each(steps, *[Server(KDA, state_dtype, v_first, K) for _ in range(2)])
     assert {name.partition("-")[0] for name in emulated} == {"recurrent", "record_tokens", "commit_records"}
 
 

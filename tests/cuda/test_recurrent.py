@@ -67,7 +67,7 @@ def check_repeated(
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_layouts_and_state_dtypes(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
 ) -> None:
@@ -108,7 +108,7 @@ def mode_of(name: str) -> int:
 @pytest.mark.first_cases(4)
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_mode_gives_the_same_bits(
     emulated: list[str], K: int, v_first: bool, state_dtype: torch.dtype
 ) -> None:
@@ -187,7 +187,7 @@ def test_pool_rows_may_have_any_stride(emulated: list[str]) -> None:
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pool_rows_may_start_anywhere(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
     row = 2 * 64 * 64
     memory = torch.full((4, 3 * row + 5), float("nan"), dtype=state_dtype)
@@ -297,7 +297,7 @@ def check_head_gate(inputs: RecurrentInputs, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_token_with_one_gate_a_head(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
     """Its own mode, with the bits of the one that serves everything."""
     inputs = one_gate_a_head()

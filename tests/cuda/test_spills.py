@@ -60,7 +60,7 @@ def test_every_row_says_registers_and_spills() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [recurrent_kernel(128, False, True, RecurrentMode.CONTIGUOUS).source],
+    [recurrent_kernel(128, False, "bfloat16", RecurrentMode.CONTIGUOUS).source],
 )
 def test_rows_say_what_the_compiler_says_today(kernel: KernelSource) -> None:
     row = rows()[f"{kernel.name}.sm_90a"]

@@ -88,6 +88,16 @@ def test_recurrent_takes_every_small_float() -> None:
     assert codes(request("fused_recurrent_kda", dtype="float64")) == {"dtype"}
 
 
+@pytest.mark.parametrize("op", ["fused_recurrent_kda", "fused_recurrent_gated_delta_rule", "commit_records"])
+def test_float16_states_of_the_recurrent_ops_need_a_compiler(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert codes(request(op, state_dtype="float16")) == set()
+    monkeypatch.setattr(unsupported_calls, "_has_compiler", lambda: False)
+    assert codes(request(op, state_dtype="float16")) == {"unavailable"}
+    assert codes(request(op, state_dtype="bfloat16")) == set()
+
+
 def test_float64_gate_is_rejected() -> None:
     r = request()
     tensors = tuple((n, dataclasses.replace(s, dtype="float64") if n == "g" else s) for n, s in r.tensors)

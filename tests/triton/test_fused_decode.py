@@ -145,6 +145,38 @@ def test_a_state_and_a_window_for_each_candidate(windows: bool) -> None:
     check(KDA, x, **MODEL)
 
 
+@pytest.mark.parametrize("by_records", [False, True])
+def test_windows_that_share_memory(by_records: bool) -> None:
+    """Each begins one token after the one before, as SGLang has them for the gated delta rule. The call does what it
+    does with the same windows in memory of their own."""
+    lengths, rows = (3, 1, 2), [3, 2, 0]
+    table = torch.randperm(12, generator=torch.Generator().manual_seed(4)).view(3, 4)
+
+    def call(share: bool) -> tuple[Any, Any, torch.Tensor]:
+        x = draw(GDN, lengths, H=1, records=4 if by_records else 0, columns=3, slots=[3, 5, 2])
+        D = x.x.shape[2]
+        memory = torch.randn(4, D, 4 + 2, generator=torch.Generator().manual_seed(2))
+        windows = memory.as_strided((4, 4, 3, D), (6 * D, 1, 1, 6))
+        x = x._replace(conv_windows=windows if share else windows.clone(), record_indices=torch.tensor(rows))
+        counts = torch.tensor([2, 1, 3])
+        if by_records:
+            x.num_replayed.copy_(counts)
+        else:
+            pool = torch.randn(12, 2, 16, 16, generator=torch.Generator().manual_seed(3))
+            more = {"initial_state": pool, "conv_indices": x.state_indices, "num_accepted_tokens": counts}
+            x = x._replace(state_indices=table, **more)
+        return run(request_of(GDN, x, inplace_state=True, **UNBOUNDED), x).o, x, memory
+
+    o, apart_from_others, expected = call(False)
+    for row, length in zip(rows, lengths, strict=True):
+        for t in range(length):
+            expected[row, :, t : t + 3] = apart_from_others.conv_windows[row, t].T
+    got, x, memory = call(True)
+    assert same_bits(got, o) and same_bits(memory, expected)
+    for name in ("initial_state", "conv_state"):
+        assert same_bits(getattr(x, name), getattr(apart_from_others, name))
+
+
 def test_counts_that_leave_their_rows_touch_nothing_else() -> None:
     """More tokens in a pack than a row has records, columns or windows for."""
     x = draw(KDA, (5, 1), records=2, columns=4, slots=[2, 1])

@@ -78,6 +78,7 @@ def _by_kind(module: str, function: str, jax_module: str = "jax.forward") -> For
 
 _CALLS = _verifiers(*("known_sizes", "xla_version", "architecture", "compiler", "float_dtypes", "grid_size"))
 _COMMON = _CALLS + _verifiers("state_dtype")
+_RECURRENT = _CALLS + _verifiers("recurrent_state_dtype", "head_dims")
 _STAGE = _verifiers(
     *("xla_version", "architecture", "compiler", "stage_dtypes", "stage_chunk"),
     *("sequence_length", "stage_grid_size"),
@@ -118,21 +119,31 @@ def make_backend() -> Backend:
     recurrent = _op(
         forward=_by_kind("forms.recurrent.forward", "forward"),
         serves=ops.SEQUENCE_FEATURES | ops.POOL_FEATURES | ops.RECURRENT_FEATURES | {"out", "records"},
-        verifiers=_COMMON + _verifiers("head_dims"),
+        verifiers=_RECURRENT + _verifiers("recurrent_variant"),
         fast_path=_lazy("forms.recurrent.forward", "make_fast_call"),
     )
     commit = _op(
-        forward=_by_kind("forms.recurrent.commit", "commit_records"),
-        serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"}),
-        verifiers=_COMMON + _verifiers("head_dims"),
+        forward=_by_kind("forms.commit.forward", "commit_records"),
+        serves=frozenset({"grouped_value_heads", "null_index", "state_v_first", "write_indices"})
+        | {"conv", "conv_indices", "conv_windows"},
+        verifiers=_RECURRENT + _verifiers("recurrent_variant", "window_dtypes"),
     )
     decode = _op(
         forward=_by_kind("forms.decode.forward", "forward", "jax.decode"),
         serves=(ops.SEQUENCE_FEATURES - {"initial_state"})  # always given
         | ops.POOL_FEATURES
         | ops.RECURRENT_FEATURES
-        | {"out", "conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"},
-        verifiers=_CALLS + _verifiers("decode_state_dtype", "head_dims"),
+        | {
+            "out",
+            "conv",
+            "conv_bias",
+            "conv_indices",
+            "conv_windows",
+            "output_gate",
+            "output_norm",
+            "records",
+        },
+        verifiers=_RECURRENT + _verifiers("decode_records"),
         fast_path=_lazy("forms.decode.forward", "make_fast_call"),
     )
     install = "install an NVIDIA driver for CUDA 13 (580 or later)"

@@ -127,6 +127,9 @@ def choose(request: Request, device: Figures) -> Choice:
         return _choose_gated_delta(request, device)
     if request.op.startswith("fused_decode"):
         return _choose_decode(request, device)
+    if request.op == "commit_records":
+        windows = ", and windows of the convolution" if request.has("conv_state") else ""
+        return Choice("commit", amount_of(request) + windows)
     mode = recurrent_mode(request)
     return Choice("recurrent", f"{_MODES[mode]}, {amount_of(request)}", mode=mode)
 
@@ -502,6 +505,8 @@ def _choose_decode(r: Request, device: Figures) -> Choice:
         parts += [
             f"{group} value heads in a cluster" if split.heads == group else "windows of q and k in a launch"
         ]
+    if r.has("record_update"):
+        parts.append("candidates by records")
     return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
 
 
@@ -513,8 +518,10 @@ with half a head each."""
 
 def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -> Split:
     """The blocks of a cluster: all value heads of a key head, to which the windows of q and k belong, if there are
-    kernels for as many, else one. Each is shared by as many blocks as :data:`_BLOCKS_AT_ONCE` allows, of ``items``
-    sequences and value heads."""
+    kernels for as many, else one; and one where the call names rows of records. Each is shared by as many blocks as
+    :data:`_BLOCKS_AT_ONCE` allows, of ``items`` sequences and value heads."""
+    if r.has("record_indices"):
+        return Split(1, 1)
     splits, group = decode_splits(mode, r.state_dtype, device.arch), r.HV // r.H
     heads = group if group in [x.heads for x in splits] else 1
     fitting = [x for x in splits if x.heads == heads]
@@ -526,6 +533,7 @@ def decode_mode(r: Request, arch: str) -> RecurrentMode:
     """The most specialised kernel of the fused decode step that serves the call if the layout of its arrays allows:
     the general one, or one of those for one token a sequence."""
     one = r.T == 1 and not r.packed and r.state_indices_ndim == 1 and r.write_indices_ndim < 2
+    one = one and not r.has("record_indices")
     if not one or r.K != 128 or r.B * r.HV * r.K >= 2**31:
         return RecurrentMode.GENERAL
     types = {name: spec.dtype for name, spec in r.tensors if name not in ("initial_state", "write_pool")}

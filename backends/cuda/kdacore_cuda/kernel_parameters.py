@@ -160,6 +160,11 @@ the convolution's width. ``wide_conv``: ``conv_indices`` has 64 bits. ``writes_c
 ``writes_keys``: those of q and k by this launch; ``keeps_candidates``: of each candidate. ``z_whole``: four elements
 of z lie together and can be read at once."""
 
+DECODE_RECORDS = _joined("DecodeRecordsParams", RECORDS, DECODE)
+"""Parameters of the fused decode step with records of candidates, or with rows of their windows: ``record_update`` is
+0 where only the latter are given. Of ``commit_windows`` ``tasks`` are channels of ``conv_state``, and ``taps`` is one
+more than its columns, or than those of ``conv_windows``."""
+
 INTRA = ParamStruct(
     "IntraParams",
     (
@@ -356,6 +361,7 @@ _STRUCTS = {
     "recurrent_params": (RECURRENT,),
     "recurrent_records_params": (RECORDS, RECURRENT_RECORDS),
     "decode_params": (DECODE_ARRAYS, DECODE_NUMBERS, DECODE),
+    "decode_records_params": (DECODE_RECORDS,),
     "stage_params": (INTRA, RECOMPUTE),
     "chunk_backward_params": (CHUNK_BACKWARD, SUMS, GROUPS),
     "prepare_marked_params": (UNIT_MARKS, PREPARE_MARKED),

@@ -32,9 +32,11 @@ gated_delta_dtype = common.dtypes(*HALVES)
 """Operands of the gated delta rule have either type."""
 float_dtypes = common.dtypes(*FLOATS, arrays=("g", "beta", "dt_bias"))
 """The kernels read any 16- or 32-bit float, of gates, betas and biases; the recurrent ones of q, k and v too."""
+window_dtypes = common.dtypes(*FLOATS, arrays=("conv_state",))
+"""Of ``commit_records``."""
 state_dtype = common.state_dtypes("float32", "bfloat16")
-decode_state_dtype = common.state_dtypes(*FLOATS)
-"""The fused decode step has kernels for states of any 16- or 32-bit float."""
+recurrent_state_dtype = common.state_dtypes(*FLOATS)
+"""The recurrent and fused decode kernels take states of any 16- or 32-bit float."""
 sequence_length = common.lengths(2**30 - 1)
 """Lengths inside a sequence are 32-bit."""
 intra_head_dim = common.key_dims(HEAD_DIMS)
@@ -77,18 +79,32 @@ def compiler(request: Request) -> Reason | None:
 @common.reads_no_lengths
 def gated_delta_variant(request: Request) -> Reason | None:
     """Only the usual head dims and dtypes of the gated delta rule have packaged machine code."""
-    if _has_compiler():
-        return None
     made = dataclasses.replace(request, K=SIZE, V=SIZE) if is_fitted(request) else request
     if variant_of(made, cut=False) in PACKAGED:
         return None
     got = f"K={request.K}, V={request.V}, {request.dtype}"
-    return Reason(
-        "unavailable",
-        "has no packaged kernels for this call and no NVRTC to compile them",
-        f"{got}, checkpoint_offsets" if "checkpoint_offsets" in request.features else got,
-        "pip install 'kdacore[cuda]'",
-    )
+    return _unpackaged(f"{got}, checkpoint_offsets" if "checkpoint_offsets" in request.features else got)
+
+
+@common.reads_no_lengths
+def recurrent_variant(request: Request) -> Reason | None:
+    """Only the usual state dtypes of the recurrent ops have packaged machine code for every call."""
+    return _unpackaged("float16 states") if request.state_dtype == "float16" else None
+
+
+@common.reads_no_lengths
+def decode_records(request: Request) -> Reason | None:
+    """Of the fused decode step with records the usual head dim and state dtypes have packaged machine code."""
+    if not request.has("record_indices") or (request.K == 128 and request.state_dtype != "float16"):
+        return None
+    return _unpackaged(f"records with K={request.K}, {request.state_dtype} states")
+
+
+def _unpackaged(got: str) -> Reason | None:
+    if _has_compiler():
+        return None
+    why = "has no packaged kernels for this call and no NVRTC to compile them"
+    return Reason("unavailable", why, got, "pip install 'kdacore[cuda]'")
 
 
 XLA_VERSIONS = ((0, 3), (0, 4))

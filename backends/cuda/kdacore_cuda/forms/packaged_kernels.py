@@ -7,7 +7,14 @@ from itertools import chain, product
 
 from kdacore_cuda.architectures import HEAD_DIMS, HOPPER, has_hopper_kernel
 from kdacore_cuda.build.kernel_source import KernelSource
-from kdacore_cuda.choice import SCANNERS, RecurrentMode, cluster_sizes, decode_splits, has_hopper_recompute
+from kdacore_cuda.choice import (
+    SCANNERS,
+    RecurrentMode,
+    Split,
+    cluster_sizes,
+    decode_splits,
+    has_hopper_recompute,
+)
 from kdacore_cuda.forms.backward import kernels as backward
 from kdacore_cuda.forms.dataflow import kernels as dataflow
 from kdacore_cuda.forms.decode import kernels as decode
@@ -22,8 +29,10 @@ from kdacore_cuda.runtime.kernel import Kernel
 
 _EITHER, _YES, _NO = (False, True), (True,), (False,)
 _HALVES = "bfloat16", "float16"
-_DECODE_MODES = RecurrentMode.GENERAL, RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
+_STATES = "float32", "bfloat16"
 _RECORD_MODES = RecurrentMode.GENERAL, RecurrentMode.CONTIGUOUS
+_ONE_TOKEN_MODES = RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
+_DECODE_MODES = RecurrentMode.GENERAL, *_ONE_TOKEN_MODES
 _WARPGROUPS, _BLOCKS = (1, 2), (4, 8)
 
 
@@ -32,16 +41,22 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
     architecture ``arch``.
 
     Not packaged, and so compiled on the first call: stages with K != V; except on Hopper, the chunk
-    forward with a float32 ``g``; and the gated delta rule with head dims other than 64 and 128, or
-    with float16 and another head dim than 128.
+    forward with a float32 ``g``; the gated delta rule with head dims other than 64 and 128, or
+    with float16 and another head dim than 128; the recurrent ops with float16 states, but for one
+    token with K = V = 128; and the fused decode step with records of candidates, where states are float16
+    or K = V = 64.
     """
-    states = HEAD_DIMS, _EITHER, _EITHER
+    states = HEAD_DIMS, _EITHER, _STATES
     kernels = [
         _each(recurrent.recurrent_kernel, *states, RecurrentMode),
+        _each(recurrent.recurrent_kernel, (128,), _EITHER, ("float16",), _ONE_TOKEN_MODES),
         _each(recurrent.records_kernel, *states, _RECORD_MODES),
         _each(recurrent.record_tokens_kernel, HEAD_DIMS),
         _each(recurrent.commit_kernel, *states),
         _each(decode.windows_kernel, HEAD_DIMS),
+        _each(decode.windows_kernel, (128,), _YES),
+        _each(decode.commit_windows_kernel),
+        _each(decode.decode_kernel, (128,), _EITHER, _STATES, (Split(1, 1),), (RecurrentMode.GENERAL,), _YES),
         *[_of_decode(mode, dtype, arch) for mode in _DECODE_MODES for dtype in ("float32", *_HALVES)],
     ]
     kernels += _of_hopper() if arch == HOPPER else []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kdacore.types import DecodeInputs, Outputs, Request
 from kdacore_cuda.forms.decode.launches import launches_of
+from kdacore_cuda.forms.recurrent.record_numbers import PARTS
 from kdacore_cuda.jax.batching import Arrays, new_name, run_batched
 from kdacore_cuda.jax.launch import Form, given_arrays, make_launches
 
-_WINDOWS = ("conv_state", "conv_windows")
+_WRITABLE = ("conv_state", "conv_windows", *PARTS)
 """Arguments that a call writes beside the pool of states."""
 
 
@@ -20,7 +21,7 @@ def forward(request: Request, inputs: DecodeInputs) -> Outputs:
 
 
 def _written(r: Request) -> list[str]:
-    return [name for name in _WINDOWS if r.inplace_state and r.has(name)]
+    return [name for name in _WRITABLE if r.inplace_state and r.has(name)]
 
 
 def _run(r: Request, arrays: Arrays, groups: int) -> Arrays:

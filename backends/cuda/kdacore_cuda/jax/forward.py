@@ -18,9 +18,9 @@ from kdacore.types import (
 )
 from kdacore_cuda import fitted_head_dims
 from kdacore_cuda.forms import chunk_launches
+from kdacore_cuda.forms.commit import launches as commit_launches
 from kdacore_cuda.forms.gated_delta import launches as gated_delta_launches
 from kdacore_cuda.forms.launches import Launches
-from kdacore_cuda.forms.recurrent import commit_launches
 from kdacore_cuda.forms.recurrent import launches as recurrent_launches
 from kdacore_cuda.forms.recurrent.record_numbers import PARTS
 from kdacore_cuda.forms.stages import launches as stage_launches
@@ -43,13 +43,18 @@ def forward(request: Request, inputs: ChunkInputs | RecurrentInputs) -> Outputs:
 
 
 def commit_records(request: Request, inputs: CommitInputs) -> CommitOutputs:
-    """As :func:`kdacore_cuda.forms.recurrent.commit.commit_records`, on traced arrays: the pool as it then is."""
-    found = run_batched(partial(run_partitioned, _run_commit), request, given_arrays(request, inputs))
-    return CommitOutputs(found["final_state"])
+    """As :func:`kdacore_cuda.forms.commit.forward.commit_records`, on traced arrays: the pools as they then are.
+    Arrays that plain ``jit`` splits over devices are brought together where there are windows: their channels are those
+    of several kinds of heads."""
+    run = _run_commit if request.has("conv_state") else partial(run_partitioned, _run_commit)
+    found = run_batched(run, request, given_arrays(request, inputs))
+    return CommitOutputs(found["final_state"], found.get(new_name("conv_state")))
 
 
 def _run_commit(r: Request, arrays: Arrays, groups: int) -> Arrays:
     in_place = {"final_state": "initial_state"}
+    if r.has("conv_state"):
+        in_place[new_name("conv_state")] = "conv_state"
     found = make_launches(r, commit_launches.launches_of(r), arrays, {}, in_place)
     return {name: found[name] for name in in_place}
 

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kdacore.types import DecodeInputs, FastCall, Outputs, Request
-from kdacore_cuda.forms.decode.launches import ARGUMENTS, STRIDED, launches_of, strides_of
+from kdacore_cuda.forms.decode.launches import (
+    STRIDED,
+    STRIDED_RECORDS,
+    arguments_of_launch,
+    launches_of,
+    strided_of,
+    strides_of,
+)
 from kdacore_cuda.forms.launches import ROWS
 from kdacore_cuda.forms.torch_forward import form_of
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
@@ -24,15 +31,16 @@ _ON_16_BYTES = ("conv_weight", "norm_weight", "initial_state", "write_pool", "z"
 _PLAIN, _WHOLE_Z = (
     [_FIELDS.index(name) for name in names] for names in ((*_ON_16_BYTES, "out"), ("z", "out"))
 )
-_take = itemgetter(*map(_FIELDS.index, ARGUMENTS))
-_TAKEN_AS_THEY_LIE = frozenset({*STRIDED, "initial_state", "write_pool", "cu_seqlens_cpu", "out"})
+_TAKEN_AS_THEY_LIE = frozenset(
+    {*STRIDED, *STRIDED_RECORDS, "initial_state", "write_pool", "cu_seqlens_cpu", "out"}
+)
 
 
 class Layout(NamedTuple):
     """How the arrays of a call lie. Of one whose arrays are all contiguous there is none."""
 
     strides: tuple[tuple[int, ...], ...]
-    """Of the arrays of :data:`STRIDED`; none of those that were not given."""
+    """Of the arrays of :func:`kdacore_cuda.forms.decode.launches.strided_of`; none of those that were not given."""
     rows: tuple[int, int]
     """Elements from a row of the states read, and of those written, to the next."""
     z_whole: bool
@@ -90,7 +98,7 @@ def _readable(r: Request, inputs: DecodeInputs) -> tuple[DecodeInputs, Layout | 
         if r.packed:  # rows behind the last sequence keep what out held
             changed["out"].copy_(out)
     given = inputs._replace(**changed) if changed else inputs
-    strided = [getattr(given, name) for name in STRIDED]
+    strided = [getattr(given, name) for name in strided_of(r)]
     on_16_bytes = all(
         x is None or x.data_ptr() % ALIGNMENT == 0 for x in map(given._asdict().get, _ON_16_BYTES)
     )
@@ -126,7 +134,7 @@ def _make_call(r: Request, layout: Layout | None) -> FastCall:
     launches = launches_of(r, layout is None or layout.is_plain)
     numbers = launches.numbers
     if layout is not None:
-        given = zip(STRIDED, layout.strides, strict=True)
+        given = zip(strided_of(r), layout.strides, strict=True)
         numbers = numbers | strides_of(r, dict(given)) | dict(zip(ROWS, layout.rows, strict=True))
         numbers["z_whole"] = layout.z_whole
     packed = launches.program.pack_numbers(numbers)
@@ -135,7 +143,8 @@ def _make_call(r: Request, layout: Layout | None) -> FastCall:
     else:
         on_16_bytes = _WHOLE_Z if layout.z_whole else [_OUT]
     bound: dict[int, tuple[Any, Any]] = {}  # by device: what allocates there, and makes the launch
-    return partial(_run, (launches, packed, itemgetter(*on_16_bytes, _OUT), bound, _results_of(r)))
+    take = itemgetter(*map(_FIELDS.index, arguments_of_launch(r)))
+    return partial(_run, (launches, packed, take, itemgetter(*on_16_bytes, _OUT), bound, _results_of(r)))
 
 
 class _Results(NamedTuple):
@@ -158,7 +167,7 @@ def _results_of(r: Request) -> _Results:
 
 
 def _run(call: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    launches, numbers, take_on_16_bytes, bound, results = call
+    launches, numbers, take, take_on_16_bytes, bound, results = call
     at = [0 if x is None else x.data_ptr() for x in arrays]
     index = arrays[0].get_device()
     misaligned = 0
@@ -181,7 +190,7 @@ def _run(call: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...] | No
     elif results.returns_state:
         state = empty(*results.state, results.state_dtype)
         state_at = state.data_ptr()
-    values = launches.program.pack_addresses(*_take(at), o_at, state_at, writes_at)
+    values = launches.program.pack_addresses(*take(at), o_at, state_at, writes_at)
     start(torch_launch.current_stream(index), values + numbers)
     return o, state if results.returns_state else None, None
 

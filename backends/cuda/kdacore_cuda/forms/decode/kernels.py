@@ -6,7 +6,7 @@ from functools import cache
 
 from kdacore.types import Request
 from kdacore_cuda.choice import RecurrentMode, Split
-from kdacore_cuda.kernel_parameters import DECODE
+from kdacore_cuda.kernel_parameters import DECODE, DECODE_RECORDS
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _WARP_CHANNELS = 16
@@ -21,15 +21,18 @@ that takes."""
 
 
 @cache
-def decode_kernel(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Kernel:
+def decode_kernel(
+    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool = False
+) -> Kernel:
     """The kernel for one head dim, K = V, state layout, state dtype, division among blocks, and
-    mode: the calls that it serves."""
+    mode: the calls that it serves. ``records``: those that name rows of records of candidates."""
     warps, columns = K // (_HEAD_WARP_CHANNELS if split.four_warps else _WARP_CHANNELS), K // split.slices
     elements = 4 if state_dtype == "float32" else 8
     in_shared = split.four_warps and split.slices == 1
     blocks = _HEAD_BLOCKS[state_dtype] if in_shared else _MIN_BLOCKS[K, split.slices]
     return make_kernel(
-        *("common/decode/decode_head" if split.four_warps else "common/decode/decode", DECODE),
+        "common/decode/decode_head" if split.four_warps else "common/decode/decode",
+        DECODE_RECORDS if records else DECODE,
         K_DIM=K,
         WARPS=warps,
         ROWS=K * columns // (elements * 32 * warps),
@@ -39,6 +42,7 @@ def decode_kernel(K: int, v_first: bool, state_dtype: str, split: Split, mode: R
         V_FIRST=v_first,
         STATE_BF16=state_dtype == "bfloat16",
         STATE_F16=True if state_dtype == "float16" else None,
+        RECORDS=True if records else None,
         MODE=mode,
         CLUSTER=split.blocks,
     )
@@ -59,12 +63,30 @@ _WINDOW_THREADS = 256
 
 
 @cache
-def windows_kernel(K: int) -> Kernel:
-    """The kernel that writes the windows of q and k where those of decoding cannot."""
-    macros = {"K_DIM": K, "STATE_BF16": 0, "MODE": RecurrentMode.GENERAL}
-    return make_kernel("common/decode/decode_windows", DECODE, **macros)
+def windows_kernel(K: int, records: bool = False) -> Kernel:
+    """The kernel that writes the windows of q and k, and keys of records, where those of decoding cannot."""
+    return make_kernel(
+        "common/decode/decode_windows",
+        DECODE_RECORDS if records else DECODE,
+        K_DIM=K,
+        STATE_BF16=0,
+        RECORDS=True if records else None,
+        MODE=RecurrentMode.GENERAL,
+    )
 
 
 def windows_blocks(r: Request) -> int:
     """Blocks of its launch."""
     return -(-r.N * 2 * r.H * r.K // _WINDOW_THREADS)
+
+
+@cache
+def commit_windows_kernel() -> Kernel:
+    """The kernel that moves the convolution's windows of ``commit_records``, of any head dim."""
+    macros = {"K_DIM": 128, "STATE_BF16": 0, "RECORDS": 1, "MODE": RecurrentMode.GENERAL}
+    return make_kernel("common/decode/commit_windows", DECODE_RECORDS, **macros)
+
+
+def commit_windows_blocks(r: Request) -> int:
+    """Blocks of its launch."""
+    return -(-r.N * r.spec("conv_state").shape[1] // _WINDOW_THREADS)

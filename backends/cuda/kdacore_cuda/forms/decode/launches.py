@@ -10,7 +10,13 @@ from kdacore_cuda.choice import RecurrentMode, Split, decode_split
 from kdacore_cuda.forms.choice_on_device import chosen, figures_of
 from kdacore_cuda.forms.decode import kernels
 from kdacore_cuda.forms.launches import ROWS, Launches, arguments_of
-from kdacore_cuda.kernel_parameters import DECODE, GATES, TYPES
+from kdacore_cuda.forms.recurrent.record_numbers import (
+    PARTS,
+    RECORD_ARRAYS,
+    RECORD_NUMBERS,
+    numbers_of_records,
+)
+from kdacore_cuda.kernel_parameters import DECODE, GATES, RECORD_STRIDES, TYPES
 from kdacore_cuda.request_encoding import (
     axes_of_written,
     decoding_flags,
@@ -30,7 +36,8 @@ ARGUMENTS = (
     *("num_accepted_tokens", "has_initial_state"),
 )
 """Arguments of the op that the launch takes."""
-ARRAYS = (*ARGUMENTS, "o", "final_state", "write_indices")
+RESULTS = ("o", "final_state", "write_indices")
+"""Its arrays behind those."""
 STRIDED: dict[str, tuple[str, ...]] = {
     "x": ("x_sb", "x_st", ""),
     "g": ("g_sb", "g_st", "g_sh"),
@@ -40,6 +47,10 @@ STRIDED: dict[str, tuple[str, ...]] = {
     "conv_windows": ("window_sr", "window_st", "window_sl", "window_sc"),
 }
 """Arrays that may lie in any way -> the numbers that their strides are; an empty one must be 1."""
+STRIDED_RECORDS: dict[str, tuple[str, ...]] = {
+    name: RECORD_STRIDES[4 * i : 4 * i + 4] for i, name in enumerate(PARTS)
+}
+"""The same of records of candidates."""
 _STRIDES = tuple([name for names in STRIDED.values() for name in names if name])
 _FIELDS = {**arguments_of(DECODE), "indices": "state_indices", "accepted": "num_accepted_tokens"}
 FULL_DEVICE_ITEMS = 128
@@ -82,12 +93,26 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         "z_whole": 1,
         "blocks": kernels.grid_blocks(r, split),
     }
-    kind = r.K, r.state_v_first, r.state_dtype, split, mode
-    if whole or not (r.inplace_state and r.has("conv_weight")):
+    records = r.has("record_indices")
+    if records:
+        numbers |= numbers_of_records(r)
+    kind = r.K, r.state_v_first, r.state_dtype, split, mode, records
+    shared = r.has("conv_weight") or r.has("record_update")
+    if whole or not (r.inplace_state and shared):
         return Launches(_program(*kind), numbers, arch_of(r))
     return Launches(
         _program_with_windows(*kind), numbers | {"window_blocks": kernels.windows_blocks(r)}, arch_of(r)
     )
+
+
+def arguments_of_launch(r: Request) -> tuple[str, ...]:
+    """Arguments of the op that the launch of a call takes."""
+    return (*ARGUMENTS, *RECORD_ARRAYS) if r.has("record_indices") else ARGUMENTS
+
+
+def strided_of(r: Request) -> dict[str, tuple[str, ...]]:
+    """:data:`STRIDED` of a call, with its records."""
+    return STRIDED | STRIDED_RECORDS if r.has("record_update") else STRIDED
 
 
 def contiguous_strides(r: Request, name: str) -> tuple[int, ...]:
@@ -96,10 +121,10 @@ def contiguous_strides(r: Request, name: str) -> tuple[int, ...]:
 
 
 def strides_of(r: Request, strides: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """The numbers that are strides, from those of the arrays of :data:`STRIDED`; 0 of one that was not given."""
-    found = dict.fromkeys(_STRIDES, 0)
+    """The numbers that are strides, from those of the arrays of :func:`strided_of`; 0 of one that was not given."""
+    found, names_of = dict.fromkeys(_STRIDES, 0), strided_of(r)
     for name, of_array in strides.items():
-        found |= {number: step for number, step in zip(STRIDED[name], of_array, strict=False) if number}
+        found |= {number: step for number, step in zip(names_of[name], of_array, strict=False) if number}
     return found
 
 
@@ -127,18 +152,26 @@ _of_tokens = FamilyCache(_make_of_tokens)
 
 
 @cache
-def _program(K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode)
-    return Program((Launch("decode", kernel, "blocks", _FIELDS),), ARRAYS, _NUMBERS)
+def _program(
+    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool
+) -> Program:
+    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode, records)
+    return _joined((Launch("decode", kernel, "blocks", _FIELDS),), _NUMBERS, records)
 
 
 @cache
 def _program_with_windows(
-    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode
+    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool
 ) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode)
+    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode, records)
     steps = (
         Launch("decode", kernel, "blocks", _FIELDS),
-        Launch("decode_windows", kernels.windows_kernel(K), "window_blocks", _FIELDS),
+        Launch("decode_windows", kernels.windows_kernel(K, records), "window_blocks", _FIELDS),
     )
-    return Program(steps, ARRAYS, (*_NUMBERS, "window_blocks"))
+    return _joined(steps, (*_NUMBERS, "window_blocks"), records)
+
+
+def _joined(steps: tuple[Launch, ...], numbers: tuple[str, ...], records: bool) -> Program:
+    if not records:
+        return Program(steps, (*ARGUMENTS, *RESULTS), numbers)
+    return Program(steps, (*ARGUMENTS, *RECORD_ARRAYS, *RESULTS), (*numbers, *RECORD_NUMBERS))

@@ -39,7 +39,7 @@ _TILES: dict[tuple[int, bool, bool], tuple[int, int, int, tuple[int, int, int]]]
     (128, True, False): (1, 8, 8, (8, 20, 32)),
     (128, True, True): (1, 8, 16, (8, 12, 16)),
 }
-"""Head dim, V first, bfloat16 state -> warps, pieces per lane, columns, and blocks per
+"""Head dim, V first, state of 16 bits -> warps, pieces per lane, columns, and blocks per
 multiprocessor of the first three modes; the fourth has the third's."""
 
 _SEVERAL_TOKENS = {(128, False, False): RecurrentTile(4, 16, 3, 64, parts=2)}
@@ -56,7 +56,7 @@ them would leave too few registers."""
 
 
 @cache
-def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> RecurrentTile:
+def recurrent_tile(K: int, v_first: bool, state_dtype: str, mode: RecurrentMode) -> RecurrentTile:
     """The tile of one kernel. It does not depend on the batch or the tokens, so neither changes the
     order of sums.
 
@@ -64,12 +64,13 @@ def recurrent_tile(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode)
         K: head dim, K = V, one of :data:`kdacore_cuda.architectures.HEAD_DIMS`; KeyError for
             others.
         v_first: states are ``[..., V, K]``.
-        bf16_state: states are bfloat16, not float32.
+        state_dtype: float32, bfloat16 or float16.
         mode: which calls it serves.
     """
-    if mode == RecurrentMode.CONTIGUOUS and (K, v_first, bf16_state) in _SEVERAL_TOKENS:
-        return _SEVERAL_TOKENS[K, v_first, bf16_state]
-    warps, rows, columns, min_blocks = _TILES[K, v_first, bf16_state]
+    kind = K, v_first, state_dtype != "float32"
+    if mode == RecurrentMode.CONTIGUOUS and kind in _SEVERAL_TOKENS:
+        return _SEVERAL_TOKENS[kind]
+    warps, rows, columns, min_blocks = _TILES[kind]
     return RecurrentTile(warps, rows, min_blocks[min(mode, RecurrentMode.ONE_TOKEN)], columns)
 
 
@@ -79,22 +80,22 @@ def grid_blocks(r: Request, tile: RecurrentTile) -> int:
 
 
 @cache
-def recurrent_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
+def recurrent_kernel(K: int, v_first: bool, state_dtype: str, mode: RecurrentMode) -> Kernel:
     """The recurrent kernel for one head dim, state layout, state dtype and mode. Arguments as of
     :func:`recurrent_tile`."""
-    return _make("recurrent", RECURRENT, K, v_first, bf16_state, mode, False)
+    return _make("recurrent", RECURRENT, K, v_first, state_dtype, mode, False)
 
 
 @cache
-def records_kernel(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Kernel:
+def records_kernel(K: int, v_first: bool, state_dtype: str, mode: RecurrentMode) -> Kernel:
     """The same with records of candidates, for the first two modes."""
-    return _make("recurrent", RECURRENT_RECORDS, K, v_first, bf16_state, mode, True)
+    return _make("recurrent", RECURRENT_RECORDS, K, v_first, state_dtype, mode, True)
 
 
 @cache
-def commit_kernel(K: int, v_first: bool, bf16_state: bool) -> Kernel:
+def commit_kernel(K: int, v_first: bool, state_dtype: str) -> Kernel:
     """The kernel that applies records to states without tokens."""
-    return _make("commit_records", RECURRENT_RECORDS, K, v_first, bf16_state, RecurrentMode.GENERAL)
+    return _make("commit_records", RECURRENT_RECORDS, K, v_first, state_dtype, RecurrentMode.GENERAL)
 
 
 def _make(
@@ -102,13 +103,13 @@ def _make(
     params: ParamStruct,
     K: int,
     v_first: bool,
-    bf16_state: bool,
+    state_dtype: str,
     mode: RecurrentMode,
     records: bool | None = None,
 ) -> Kernel:
-    tile = recurrent_tile(K, v_first, bf16_state, mode)
+    tile = recurrent_tile(K, v_first, state_dtype, mode)
     if records and mode == RecurrentMode.CONTIGUOUS:
-        blocks = _BLOCKS_WITH_RECORDS.get((K, v_first, bf16_state), tile.min_blocks)
+        blocks = _BLOCKS_WITH_RECORDS.get((K, v_first, state_dtype != "float32"), tile.min_blocks)
         tile = tile._replace(min_blocks=blocks)
     return make_kernel(
         *(f"common/recurrent/{name}", params),
@@ -119,7 +120,8 @@ def _make(
         MIN_BLOCKS=tile.min_blocks,
         COLUMNS=tile.columns,
         V_FIRST=v_first,
-        STATE_BF16=bf16_state,
+        STATE_BF16=state_dtype == "bfloat16",
+        STATE_F16=True if state_dtype == "float16" else None,
         RECORDS=records,
         MODE=mode,
     )

@@ -41,7 +41,7 @@ def launches_of(r: Request, mode: RecurrentMode | None = None) -> Launches:
     """The launch of a call by the kernel ``mode``, or by that for contiguous arrays."""
     # Besides the tokens the number of elements decides which kernel serves a call.
     usual, common = _of_tokens(r, r.T, r.B * r.T * r.HV * r.K >> 31)
-    kind = r.K, r.state_v_first, r.state_dtype == "bfloat16", usual if mode is None else mode
+    kind = r.K, r.state_v_first, r.state_dtype, usual if mode is None else mode
     numbers = {
         **common,
         "indices_row": index_width(r, "state_indices", r.state_indices_ndim),
@@ -73,14 +73,14 @@ _of_tokens = FamilyCache(_make_of_tokens)
 
 
 @cache
-def _program(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
-    kernel = kernels.recurrent_kernel(K, v_first, bf16_state, mode)
+def _program(K: int, v_first: bool, state_dtype: str, mode: RecurrentMode) -> Program:
+    kernel = kernels.recurrent_kernel(K, v_first, state_dtype, mode)
     return Program((Launch("recurrent", kernel, "blocks", _FIELDS),), (*ARRAYS, *RESULTS), _NUMBERS)
 
 
 @cache
-def _program_with_records(K: int, v_first: bool, bf16_state: bool, mode: RecurrentMode) -> Program:
-    kernel, tokens = kernels.records_kernel(K, v_first, bf16_state, mode), kernels.record_tokens_kernel(K)
+def _program_with_records(K: int, v_first: bool, state_dtype: str, mode: RecurrentMode) -> Program:
+    kernel, tokens = kernels.records_kernel(K, v_first, state_dtype, mode), kernels.record_tokens_kernel(K)
     steps = (
         Launch("recurrent", kernel, "blocks", _FIELDS),
         Launch("record_tokens", tokens, "record_blocks", _FIELDS),

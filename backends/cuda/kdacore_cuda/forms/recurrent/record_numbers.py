@@ -15,10 +15,13 @@ RECORD_NUMBERS = (*RECORD_STRIDES, "records", "record_slots", "wide_records", "w
 
 
 def numbers_of_records(r: Request) -> dict[str, int]:
-    """:data:`RECORD_NUMBERS` of a call with contiguous records."""
+    """:data:`RECORD_NUMBERS` of a call with contiguous records; there are none in one that only names the rows of its
+    candidates' windows."""
     dtypes = dtypes_of(r)
-    records = r.spec("record_update").shape[1]
-    strides = _with_channels(r, [strides_behind(r.spec(name).shape[1:]) for name in PARTS])
+    records, strides = 0, (0,) * len(RECORD_STRIDES)
+    if r.has("record_update"):
+        records = r.spec("record_update").shape[1]
+        strides = _with_channels(r, [strides_behind(r.spec(name).shape[1:]) for name in PARTS])
     wide = [int(dtypes.get(name) == "int64") for name in ("record_indices", "num_replayed")]
     return dict(zip(RECORD_NUMBERS, (*strides, records, min(r.T, records), *wide), strict=True))
 

@@ -5,6 +5,11 @@
 #include "common/recurrent/token.cuh"
 #include "generated/decode_params.cuh"
 
+// Kernels with records of candidates (decode_records.cuh), or with rows of their windows, say so.
+#ifndef RECORDS
+#define RECORDS 0
+#endif
+
 // What a kernel assumes besides what memory.cuh says. PLAIN: bfloat16 x and z, four columns of z together, a
 // convolution of four taps without windows of candidates; weights start on 16 bytes; every array but pools has fewer
 // than 2^31 elements, and so has a row of the convolution's states. ONE: besides that the windows are in the rows of
@@ -94,10 +99,13 @@ __device__ __forceinline__ float convolve(const DecodeParams& p, Channel& c) {
 // --- windows of a sequence ------------------------------------------------------------------------
 
 // The row of a sequence's window in `conv_state`, not yet converted, and how many candidates of an earlier call precede
-// the first token.
+// the first token. With RECORDS: the row of `conv_windows`, negative if there is none, and whether windows of candidates
+// are kept.
 struct WindowRow {
   Number bits;
   int preceding;
+  int candidates;
+  bool keeps;
 };
 
 __device__ __forceinline__ WindowRow load_window_row(const DecodeParams& p, const Item& it) {
@@ -117,10 +125,20 @@ __device__ __forceinline__ int row_of(const DecodeParams& p, const WindowRow& r)
   return number_of(r.bits, p.conv_indices ? p.wide_conv : p.indices && p.flags & FLAG_INDEX64);
 }
 
-// Where a sequence's windows are: the row of `conv_state`, negative if none is read, the same of what is written.
+// Where a sequence's windows are: the row of `conv_state`, negative if none is read, the same of what is written; the
+// rest as in WindowRow.
 struct WindowPlace {
   int from, to, preceding;
+  int candidates;
+  bool keeps;
 };
+// Without RECORDS these are known.
+__device__ __forceinline__ int candidates_row(const Item& it, const WindowPlace& at) {
+  return RECORDS ? at.candidates : it.n;
+}
+__device__ __forceinline__ bool keeps_candidates(const DecodeParams& p, const WindowPlace& at) {
+  return RECORDS ? at.keeps : p.keeps_candidates;
+}
 
 // The window in the first columns of a row of `conv_state`.
 __device__ __forceinline__ Window state_window(const DecodeParams& p, int row) {
@@ -128,16 +146,17 @@ __device__ __forceinline__ Window state_window(const DecodeParams& p, int row) {
   if (row >= 0) w.base = p.conv_state + (u64)(row * p.conv_sr) * (u32)type_size(x_type(p));
   return w;
 }
-// The window behind candidate t of a sequence, in `conv_windows`.
-__device__ __forceinline__ Window candidate_window(const DecodeParams& p, const Item& it, int t) {
-  return {p.conv_windows + (u64)(it.n * p.window_sr + t * p.window_st) * (u32)type_size(x_type(p)),
+// The window behind candidate t of a sequence, in its row of `conv_windows`.
+__device__ __forceinline__ Window candidate_window(const DecodeParams& p, int row, int t) {
+  if (RECORDS && row < 0) return {};
+  return {p.conv_windows + (u64)(row * p.window_sr + t * p.window_st) * (u32)type_size(x_type(p)),
           (Offset)p.window_sl, (Offset)p.window_sc};
 }
 // The window that the first token reads.
 __device__ __forceinline__ Window window_before(const DecodeParams& p, const Item& it, const WindowPlace& at) {
   const Window w = state_window(p, at.from);
   if (ONE || !w.base || at.preceding <= 0) return w;
-  if (has_candidate_windows(p)) return candidate_window(p, it, at.preceding - 1);
+  if (has_candidate_windows(p)) return candidate_window(p, candidates_row(it, at), at.preceding - 1);
   return {window_element(p, w, 0, at.preceding - 1), w.token, w.channel};
 }
 
@@ -159,30 +178,33 @@ __device__ __forceinline__ void store_window(const DecodeParams& p, const Window
 
 // What `count` tokens of a sequence, from element `x_at` of x on, leave of a channel: the last window; of candidates a
 // window behind each, in `conv_windows` or, with the tokens behind one another, in the row of `conv_state`. Only this
-// thread touches the channel now.
+// thread touches the channel now, and it has read the window before the tokens when it writes: windows may share memory.
 __device__ __forceinline__ void write_windows(const DecodeParams& p, const Item& it, const WindowPlace& at, Channel& c,
                                               Offset x_at, int count) {
   const Window state = state_window(p, at.to);
   load_window(p, window_before(p, it, at), c);
+  // With records the state before the candidates is left, and so is its window.
+  if (RECORDS && keeps_candidates(p, at) && !p.keeps_candidates && has_candidate_windows(p) && state.base) store_window(p, state, c);
 #pragma unroll 1
   for (int t = 0; t < count; ++t) {
     c.x = load_elements<1>(p.x, x_at + t * (Offset)p.x_st + c.index, x_type(p));
     move_window(c);
-    if (!p.keeps_candidates) continue;
+    if (!keeps_candidates(p, at)) continue;
     if (has_candidate_windows(p)) {
-      store_window(p, candidate_window(p, it, t), c);
+      const Window window = candidate_window(p, candidates_row(it, at), t);
+      if (!RECORDS || window.base) store_window(p, window, c);
     } else if (state.base && t > 0) {
       store_bits(p, window_element(p, state, c.index, HISTORY - missing_taps(p) - 1 + t), c.x);
     } else if (state.base) {
       store_window(p, state, c);
     }
   }
-  if (state.base && (!p.keeps_candidates || (!has_candidate_windows(p) && count == 0))) store_window(p, state, c);
+  if (state.base && (!keeps_candidates(p, at) || (!has_candidate_windows(p) && count == 0))) store_window(p, state, c);
 }
 // The same by a thread that has the last window.
 __device__ __forceinline__ void leave_windows(const DecodeParams& p, const Item& it, const WindowPlace& at, Channel& c,
                                               Offset x_at, int count) {
-  if (!ONE && p.keeps_candidates) return write_windows(p, it, at, c, x_at, count);
+  if (!ONE && keeps_candidates(p, at)) return write_windows(p, it, at, c, x_at, count);
   const Window state = state_window(p, at.to);
   if (state.base) store_window(p, state, c);
 }
@@ -192,5 +214,5 @@ __device__ __forceinline__ WindowPlace window_place(const DecodeParams& p, const
                                                     bool reads) {
   const int row = ONE ? from : row_of(p, r);
   const int to = is_slot(p, row) && !padding ? row : -1;
-  return {reads ? to : -1, to, r.preceding};
+  return {reads ? to : -1, to, r.preceding, r.candidates, r.keeps};
 }

@@ -9,8 +9,17 @@
 //
 // As in recurrent.cu the time depends on how soon the loads of the state are issued: they follow those of the windows
 // as soon as the pool's row is known. Convolution, gate and norms are computed meanwhile, a channel a thread.
+//
+// With RECORDS a sequence that has a row of records first applies those that precede the call, as recurrent.cu does, and
+// writes that state before it goes on with the tokens. A block has all columns of a value head, so it reads the head's
+// updates and decays alone and replaces them; and the keys, where the key head has no other value heads. Else those are
+// left to decode_windows.cu.
 #include "common/clear_rows.cuh"
+#include "common/decode/decode_records.cuh"
 #include "common/decode/gated_norm.cuh"
+#include "common/recurrent/records.cuh"
+
+static_assert(!RECORDS || CLUSTER == 1, "a block writes the records of its value head");
 
 // What a thread loads of a token: the channel of q or k that it owns, the column of v, the gate of a channel.
 struct Inputs {
@@ -201,6 +210,44 @@ __device__ __forceinline__ void store_outputs(const DecodeParams& p, const Item&
   }
 }
 
+// Brings the records that precede the call as far as the L2 while the state is on its way: registers are full of that.
+template <class Params>
+__device__ __forceinline__ void prefetch_records(const Params& p, const Records& r) {
+  const int channel = thread_index() % K;
+#pragma unroll 1
+  for (int j = 0; j < r.replayed; ++j) {
+    if (owns_gate()) {
+      prefetch_l2(reinterpret_cast<const float*>(r.key) + j * p.key_st + channel * p.key_sk);
+      prefetch_l2(reinterpret_cast<const float*>(r.decay) + j * p.decay_st + channel * p.decay_sk);
+    } else {
+      prefetch_l2(reinterpret_cast<const float*>(r.update) + j * p.update_st + channel * p.update_sv);
+    }
+  }
+}
+// Applies the records that precede the call, and leaves that state.
+template <class Params>
+__device__ __forceinline__ void replay_and_store(const Params& p, const Item& it, float (&s)[ROWS][VECTOR],
+                                                 const Records& records, const LanePosition& lane, const Start& start,
+                                                 int from, u64 target) {
+  replay(p, s, records, lane);
+  round_state(s);
+  const int to = number_of(load_row_written(p, it), p.flags & FLAG_WRITES64);
+  const bool stays = !records.replayed && start.has_initial && p.h0 == p.ht && from == to;
+  if (is_slot(p, to) && !stays) store_state(s, target + STATE_BYTES * (to * p.ht_row), whole_rows(p.ht, p.ht_row));
+}
+// Key and decay of a staged token, to its record: by the threads that own the channels of k. All have read the records
+// that were there.
+template <class Params>
+__device__ __forceinline__ void record_token(const Params& p, const Records& records, u32 staged, int t) {
+  if (t >= p.records || !owns_gate()) return;
+  const int channel = thread_index() - K;
+  const u32 own = staged + 4 * channel;
+  if (p.writes_keys)
+    store_float(records.key, t * p.key_st + channel * p.key_sk, load_shared1(own + OFFSET(StagedToken, k)));
+  if (!scalar_gate(p) || channel == 0)
+    store_float(records.decay, t * p.decay_st + channel * p.decay_sk, load_shared1(own + OFFSET(StagedToken, decay)));
+}
+
 // The state after the last token, or zeros for padding where its row is written nevertheless. `to_bits`: of one token,
 // the row.
 __device__ __forceinline__ void store_final_state(const DecodeParams& p, const Item& it,
@@ -215,13 +262,15 @@ __device__ __forceinline__ void store_final_state(const DecodeParams& p, const I
 }
 
 // All tokens of a sequence and value head.
-__device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int h, const Part& part,
+__device__ __forceinline__ void decode_head(const DecodeOf<RECORDS>& p, Item& it, int h, const Part& part,
                                             const LanePosition& lane, const Start& start) {
   const int thread = thread_index(), slice = part.slice;
   const long long own = (long long)it.hv * (K * V) + first_element(lane);  // of a pool row
 
   // 1. Issue all loads: the first token; the window and the state, as soon as their rows are known.
-  const WindowRow window_row = load_window_row(p, it);
+  WindowRow window_row = load_window_row(p, it);
+  RecordRow record_row;
+  if constexpr (RECORDS) record_row = load_record_row(p, it);
   TokenPlaces at = locate_tokens(p, it);
   Inputs in;
   in.qk.index = (thread < K ? h * K : (p.H + h - 1) * K) + thread;
@@ -244,6 +293,10 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   const int from = row_of(p, start);
   const bool padding = !start.known && !is_slot(p, from), reads = from >= 0 && !padding && start.has_initial;
   const int length = padding ? 0 : it.length;
+  Records records = {};
+  if constexpr (RECORDS) {
+    if (!padding) records = use_record_row(p, it, record_row, window_row);
+  }
   WindowPlace windows = {};
   if (has_conv(p)) {
     windows = window_place(p, window_row, from, padding, reads);
@@ -258,6 +311,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) bits[i] = zero_bits();
   }
+  if constexpr (RECORDS) prefetch_records(p, records);
 
   // 2. Gate and convolution of the first token, while the state is loaded.
   ChannelGates<1> gate;
@@ -278,8 +332,12 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) unpack_state(s[i], bits[i]);
 
-  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
   const u64 target = p.ht + STATE_BYTES * own;
+  if constexpr (RECORDS) {
+    if (records.exist) replay_and_store(p, it, s, records, lane, start, from, target);
+  }
+
+  // 3. The recurrence; each token's inputs are loaded while the one before it is processed.
   const Offset first_x = at.x;
   const bool scatter = !ONE && p.flags & FLAG_SCATTER_TOKENS;
 #pragma unroll 1
@@ -288,6 +346,9 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
     const u32 column = 4 * (lane.v - slice * COLUMNS);
     sync_block();  // the token is staged, and this block's loads of the windows have come
     if (t == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
+    if constexpr (RECORDS) {
+      if (records.exist) record_token(p, records, staged, t);
+    }
     float v[OUT], o[OUT], update[OUT];
     read_floats(v, staged + OFFSET(StagedToken, v) + column);
     Tokens tokens;
@@ -301,6 +362,9 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
       if (more) stage_inputs(p, in, gate, part.memory, ~t & 1, true);
     });
     if (lane.writes) write_floats(part.memory + OFFSET(DecodeMemory, outputs) + 4 * COLUMNS * t + column, o);
+    if constexpr (RECORDS) {
+      if (records.exist && lane.writes) store_update(p, records, lane, t, update);
+    }
     if (scatter && t < p.writes_row) {
       const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
       if (is_slot(p, row))
@@ -316,7 +380,7 @@ __device__ __forceinline__ void decode_head(const DecodeParams& p, Item& it, int
   if (length == 0 && tells) barrier_arrive_remote(cluster_address(read, 0));
   if (length > 0) sync_block();  // all outputs are there
   if (SLICES > 1 && p.norm_weight && length > 0) exchange_squares(it, part);
-  store_final_state(p, it, s, target, to_bits, padding);
+  if (!RECORDS || !records.exist) store_final_state(p, it, s, target, to_bits, padding);
   if (!ONE && writes && owns_column()) leave_windows(p, it, windows, in.v, first_x, length);
   if (length > 0) store_outputs(p, it, at, part);
   if (padding) store_zeros(p, it, at, part);
@@ -336,7 +400,7 @@ __device__ __forceinline__ void begin_cluster(u32 memory) {
   arrive_cluster_begun();
 }
 
-KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodeParams p) {
+KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode(KDA_PARAM DecodeOf<RECORDS> p) {
   KDA_SHARED(memory);
   const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
   const Part part = {(int)rank % SLICES, (int)rank / SLICES * SLICES, shared_address(memory)};

@@ -1,0 +1,1 @@
+"""``commit_records``: states in one launch, convolution windows in another."""

@@ -175,7 +175,7 @@ def _by_name(op: OpDef) -> dict[str, Argument]:
 
 def _signature(op: OpDef) -> str:
     lines = [f"{a.name}: {_annotation(a, 'Array')}," for a in _required(op)]
-    lines.append("*,")
+    lines.append("*extra: object,")
     for a in _keywords(op):
         if isinstance(a, Option):
             default = f'"{a.default}"' if isinstance(a.default, str) else repr(a.default)
@@ -256,7 +256,8 @@ def _body(op: OpDef) -> str:
         parts = [constant, _tuple(op.arrays, True), _tuple(op.options, True), *f"backend{more}".split(", ")]
         call = f"    return {called}(\n" + "".join(f"        {part},\n" for part in parts) + "    )\n"
     unpacked = "".join([_unpacked(op, name, parts) for name, parts in op.tuples.items()])
-    return f'    if unknown:\n        raise _unknown_keywords("{op.name}", unknown)\n{unpacked}{call}'
+    refusal = f'    if extra or unknown:\n        raise _unknown_arguments("{op.name}", extra, unknown)\n'
+    return refusal + unpacked + call
 
 
 def _unpacked(op: OpDef, name: str, parts: tuple[str, ...]) -> str:

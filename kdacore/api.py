@@ -32,7 +32,7 @@ def chunk_kda(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -161,8 +161,8 @@ def chunk_kda(
         >>> o.shape, state.shape
         ((1, 100, 2, 16), (1, 2, 16, 16))
     """
-    if unknown:
-        raise _unknown_keywords("chunk_kda", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("chunk_kda", extra, unknown)
     return _chunk(
         _CHUNK_KDA,
         (
@@ -211,7 +211,7 @@ def chunk_gated_delta_rule(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -260,8 +260,8 @@ def chunk_gated_delta_rule(
         >>> o.shape
         (1, 70, 2, 16)
     """
-    if unknown:
-        raise _unknown_keywords("chunk_gated_delta_rule", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("chunk_gated_delta_rule", extra, unknown)
     return _chunk(
         _CHUNK_GDN,
         (
@@ -310,7 +310,7 @@ def fused_recurrent_kda(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -400,8 +400,8 @@ def fused_recurrent_kda(
         >>> [bool(pool[i].any()) for i in range(4)]
         [False, True, False, True]
     """
-    if unknown:
-        raise _unknown_keywords("fused_recurrent_kda", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_recurrent_kda", extra, unknown)
     record_update, record_key, record_decay = _arrays_of("fused_recurrent_kda", "records", records, 3)
     return _recurrent(
         _RECURRENT_KDA,
@@ -452,7 +452,7 @@ def fused_recurrent_gated_delta_rule(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -503,8 +503,8 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         ((2, 1, 2, 16), (2, 2, 16, 16))
     """
-    if unknown:
-        raise _unknown_keywords("fused_recurrent_gated_delta_rule", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_recurrent_gated_delta_rule", extra, unknown)
     record_update, record_key, record_decay = _arrays_of(
         "fused_recurrent_gated_delta_rule", "records", records, 3
     )
@@ -556,7 +556,7 @@ def fused_decode_kda(
     g: Array,
     beta: Array,
     initial_state: Array,
-    *,
+    *extra: object,
     conv_weight: Array | None = None,
     conv_bias: Array | None = None,
     conv_state: Array | None = None,
@@ -709,8 +709,8 @@ def fused_decode_kda(
         >>> o.shape, [bool(pool[i].any() and conv[i, :, 2].any()) for i in range(5)]
         ((2, 1, 2, 16), [False, True, False, True, False])
     """
-    if unknown:
-        raise _unknown_keywords("fused_decode_kda", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_decode_kda", extra, unknown)
     record_update, record_key, record_decay = _arrays_of("fused_decode_kda", "records", records, 3)
     return _recurrent(
         _DECODE_KDA,
@@ -767,7 +767,7 @@ def fused_decode_gated_delta_rule(
     g: Array,
     beta: Array,
     initial_state: Array,
-    *,
+    *extra: object,
     conv_weight: Array | None = None,
     conv_bias: Array | None = None,
     conv_state: Array | None = None,
@@ -828,8 +828,8 @@ def fused_decode_gated_delta_rule(
         >>> o.shape, final.shape
         ((2, 1, 2, 16), (2, 2, 16, 16))
     """
-    if unknown:
-        raise _unknown_keywords("fused_decode_gated_delta_rule", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_decode_gated_delta_rule", extra, unknown)
     record_update, record_key, record_decay = _arrays_of(
         "fused_decode_gated_delta_rule", "records", records, 3
     )
@@ -889,7 +889,7 @@ def commit_records(
     records: tuple[Array, Array, Array],
     record_indices: Array,
     num_replayed: Array,
-    *,
+    *extra: object,
     conv_state: Array | None = None,
     conv_indices: Array | None = None,
     conv_windows: Array | None = None,
@@ -948,8 +948,8 @@ def commit_records(
         >>> [float(pool[i, 0, 0, 0]) for i in range(4)]
         [0.0, 0.0, 3.0, 0.0]
     """
-    if unknown:
-        raise _unknown_keywords("commit_records", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("commit_records", extra, unknown)
     record_update, record_key, record_decay = _arrays_of("commit_records", "records", records, 3)
     return _commit(
         _COMMIT,
@@ -976,7 +976,7 @@ def commit_records(
 
 def kda_gate(
     g: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     lower_bound: float | None = None,
@@ -1009,8 +1009,8 @@ def kda_gate(
         >>> float(decay[0, 0, 0, 0])
         -2.5
     """
-    if unknown:
-        raise _unknown_keywords("kda_gate", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("kda_gate", extra, unknown)
     return dispatch.call(_GATE, (g, A_log, dt_bias), (lower_bound,), backend)
 
 
@@ -1029,7 +1029,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
 
     Raises:
         ContractError: the call breaks the contract, or there is no such op.
-        TypeError: an unknown keyword.
+        TypeError: an unknown keyword, or too many positional arguments.
 
     Examples:
         >>> import kdacore
@@ -1044,8 +1044,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     given = bound.arguments
     for name, parts in opdef.tuples.items():
         given.update(zip(parts, _arrays_of(opdef.name, name, given[name], len(parts)), strict=True))
-    if unknown := given.get("unknown"):
-        raise _unknown_keywords(opdef.name, unknown)
+    if (extra := given.get("extra")) or given.get("unknown"):
+        raise _unknown_arguments(opdef.name, extra, given["unknown"])
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
     options = tuple(given[name] for name in opdef.options)
     if given.get("cp") is not None:
@@ -1063,10 +1063,10 @@ def public_function(op: str) -> Callable[..., Any]:
     return function
 
 
-def _unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
-    from kdacore.ops.foreign_keywords import unknown_keywords  # here: few calls have any
+def _unknown_arguments(op: str, extra: tuple[object, ...], names: Iterable[str]) -> TypeError:
+    from kdacore.ops.foreign_keywords import unknown_arguments  # here: few calls have any
 
-    return unknown_keywords(op, names)
+    return unknown_arguments(op, extra, names)
 
 
 def _chunk(

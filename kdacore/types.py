@@ -568,9 +568,8 @@ class Reason:
     want: str = ""
 
     def __str__(self) -> str:
-        detail = "; ".join(
-            p for p in (f"got {self.got}" * bool(self.got), f"wanted {self.want}" * bool(self.want)) if p
-        )
+        named = (("got", self.got), ("wanted", self.want))
+        detail = "; ".join([f"{word} {said}" for word, said in named if said and said not in self.message])
         return f"[{self.code}] {self.message}" + (f" ({detail})" if detail else "")
 
 

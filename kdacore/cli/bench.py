@@ -19,6 +19,7 @@ from kdacore.bench.peers import PEERS
 from kdacore.bench.results import Results
 from kdacore.cli import call_arguments
 from kdacore.cli.time_limit import not_terminated
+from kdacore.errors import did_you_mean
 from kdacore.files import writable
 from kdacore.machine import version_of
 from kdacore.registry import REGISTRY
@@ -155,13 +156,15 @@ _FIXED = ("cpu", "xla", "dispatch", "import")
 def _senseless(args: argparse.Namespace) -> str | None:
     """What is wrong with the arguments themselves, found before anything is timed."""
     if unknown := [name for name in args.presets if name not in (*SPECIAL, *PRESETS)]:
-        return f"no preset {', '.join(unknown)}; --list shows them"
+        meant = did_you_mean(unknown[0], (*SPECIAL, *PRESETS))
+        return f"no preset {', '.join(unknown)}; --list shows them{meant}"
     if args.shape and args.presets:
         return "give presets, or --shape, not both"
     if args.samples < 1 or not args.seconds > 0:
         return f"{'--samples' if args.samples < 1 else '--seconds'} must be positive"
     if unknown := [name for name in _names(args.backend) if name not in REGISTRY.backends()]:
-        return f"--backend: no backend {', '.join(unknown)}; there are {', '.join(REGISTRY.backends())}"
+        there, meant = ", ".join(REGISTRY.backends()), did_you_mean(unknown[0], REGISTRY.backends())
+        return f"--backend: no backend {', '.join(unknown)}; there are {there}{meant}"
     peers = ("none", *(peer.distribution for peer in PEERS))
     if unknown := [name for name in _names(args.peer) if name not in peers]:
         return f"--peer: no peer {', '.join(unknown)}; there are {', '.join(peers)}"

@@ -26,7 +26,7 @@ from kdacore import config, feature_matrix, integrations, machine, plugin_faults
 from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_costs, doctor_selfcheck
 from kdacore.dispatch import selection
-from kdacore.errors import ConfigError, PerformanceWarning, PluginError, list_names
+from kdacore.errors import ConfigError, PerformanceWarning, PluginError, did_you_mean, list_names
 from kdacore.feature_matrix import explain_call
 from kdacore.machine import Machine
 from kdacore.registry import (
@@ -220,8 +220,12 @@ def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str,
             f"names {name!r}, which is no third-party plugin here{hint}",
         )
     unknown = list(config.unknown())
-    rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
+    rows += [{"name": n, "value": os.environ[n], "meaning": _not_read(n)} for n in unknown]
     return rows
+
+
+def _not_read(variable: str) -> str:
+    return f"not a variable kdacore reads{did_you_mean(variable, config.VARIABLES)}"
 
 
 def _integrations(problem: Any) -> list[dict[str, Any]]:

@@ -267,10 +267,7 @@ def _general_reasons(
 ) -> list[Reason]:
     """The reasons the registry can give without asking the backend's own verifiers."""
     backend = registered.backend
-    reasons = [
-        Reason("unavailable", f"{what}; to get it: {remedy}", "not installed or not usable", name)
-        for name, what, remedy in gone
-    ]
+    reasons = [Reason("unavailable", f"{what}; to get it: {remedy}") for _, what, remedy in gone]
     if request.kind not in backend.kinds:
         reasons.append(
             Reason("array_kind", "does not take these arrays", request.kind, " or ".join(backend.kinds))

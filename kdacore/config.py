@@ -7,6 +7,7 @@ docs/guide/environment.md lists the same variables, and a test holds the two tog
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ class Config:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+_TARGET = re.compile(r"(sm_[1-9][0-9]{1,2})[af]")
+
+
+def device_arch(name: str) -> str:
+    """The architecture of a device, given its name or that of a compiler's target for it: ``sm_90a`` -> ``sm_90``."""
+    target = _TARGET.fullmatch(name)
+    return target[1] if target else name
 
 
 def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
@@ -112,7 +122,7 @@ def parse(env: Mapping[str, str]) -> Config:
         validate_values=validate == "values",
         cp_check_always=cp_check == "always",
         cache_dir=_cache_dir(env),
-        arch=env.get("KDACORE_ARCH", "").strip(),
+        arch=device_arch(env.get("KDACORE_ARCH", "").strip()),
         selfcheck=_flag(env, "KDACORE_SELFCHECK", "1"),
         plugin_import_limit=limit,
         cuda_every_lane=_flag(env, "KDACORE_CUDA_EVERY_LANE", "0"),

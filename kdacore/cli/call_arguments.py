@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from kdacore import feature_matrix
+from kdacore import config, feature_matrix
 from kdacore.argument_types import at_least, one_of
 from kdacore.arrays.specs import DEVICE
 from kdacore.calls.description import CallDescription, options
@@ -160,7 +160,7 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         op=op,
         kind=args.kind,
         device=where,
-        arch=args.arch or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
+        arch=config.device_arch(args.arch) or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
         shape=shape,
         dtype=args.dtype,
         gate_dtype=args.dtype,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import files, registry, report
+from kdacore import config, files, registry, report
 from kdacore.bench.clock import Budget
 from kdacore.cli.tune_device import complain, device_of, progress_bar
 from kdacore.command_types import ConfigTuner, TuningJob
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.list and (why := _missing(tuners)):
         return complain(why, report.BROKEN)
     device = device_of(args.device) if importlib.util.find_spec("torch") else None
-    arch = args.arch or (device.arch if device else _DEFAULT_ARCH)
+    arch = config.device_arch(args.arch or "") or (device.arch if device else _DEFAULT_ARCH)
     jobs = {t.backend: [j for j in t.jobs(arch, tuple(args.op)) if args.only in j.name] for t in tuners}
     tuners = [tuner for tuner in tuners if jobs[tuner.backend]]
     if not tuners:

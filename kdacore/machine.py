@@ -130,10 +130,9 @@ def probe() -> Machine:
 
 
 def _host() -> tuple[Row, ...]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     rows = [
         Row("system", f"{platform.system()} {platform.machine()}"),
-        Row("cpu", f"{_cpu_name()}, {cores} cores usable"),
+        Row("cpu", f"{_cpu_model()}, {usable_cores()} cores usable"),
     ]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -141,7 +140,17 @@ def _host() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _cpu_name() -> str:
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The CPU's name for itself with the cores that are usable; the cost tables of CPUs are stored by it."""
+    return f"{_cpu_model()}, {usable_cores()} cores"
+
+
+def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

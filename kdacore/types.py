@@ -693,6 +693,9 @@ class OpImpl:
     verifiers: tuple[Verifier, ...] = ()
     """What else has to hold: shapes, hardware, dtype pairs, memory. :mod:`kdacore.verifiers` has the common ones."""
     cost: Cost | None = None
+    """``cost(request)``: predicted seconds of one call on ``request.device``, or None where it cannot say. Reads what a
+    verifier may read, and is asked at every new length, so it is to take microseconds. Without it the cost tables of
+    ``kdacore tune`` count."""
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
     batch_invariant: bool = False

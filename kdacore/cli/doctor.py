@@ -176,7 +176,7 @@ def collect(
         found["checks"] = _plugin_checks(problem)
         if call is not None:
             found["call"] = _call(call, backend)
-        _choose(registered, where)
+        found["passed_over"] = _passed_over(registered, where)
         for raised in plugin_faults.faults():
             problem(raised.where, raised.what)
     found["problems"] = problems
@@ -371,8 +371,12 @@ def _call(call: CallDescription, backend: str | None) -> dict[str, Any]:
         return {"text": str(error)}  # the variable is among the problems already
 
 
-def _choose(registered: list[Registered], where: Machine) -> None:
-    """Let ``kdacore_choose`` decide a plain call at each place, so that a hook that raises is reported."""
+def _passed_over(registered: list[Registered], where: Machine) -> list[dict[str, str]]:
+    """The backends of others that automatic choice passes over in plain calls, since their cost is not known.
+
+    ``kdacore_choose`` is asked on the way, so that a hook that raises is reported.
+    """
+    rows: dict[str, dict[str, str]] = {}
     places = dict.fromkeys(place for r in registered for place in feature_matrix.places_of(r.backend, where))
     with warnings.catch_warnings():
         for listed in (RuntimeWarning, PerformanceWarning):  # the report says it too
@@ -382,7 +386,11 @@ def _choose(registered: list[Registered], where: Machine) -> None:
                 request = feature_matrix.request_of(
                     feature_matrix.at(feature_matrix.plain_calls(op)[-1], place)
                 )
-                selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
+                found = selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
+                for name in selection.passed_over(found):
+                    text = selection.passed_over_text(name, found)
+                    rows.setdefault(name, {"backend": name, "op": op, "on": str(place), "what": text})
+    return list(rows.values())
 
 
 _MOST_CHECKS = 1000

@@ -33,6 +33,9 @@ def render(found: Report, out: Console) -> None:
     _section(out, "caches", ("folder", "state", "files", "size"), rows)
     rows = [tuple(c[key] for key in ("table", "device", "when", "status")) for c in found["costs"]]
     _section(out, "cost tables for automatic choice", ("table", "measured on", "on", "status"), rows)
+    if found["passed_over"]:
+        rows = [(r["on"], r["op"], r["what"]) for r in found["passed_over"]]
+        _section(out, "passed over by automatic choice", ("on", "op", ""), rows)
     _selfchecks(out, found)
     rows = [tuple(r[key] for key in ("backend", "op", "arch", "found", "file")) for r in found["refusals"]]
     if rows:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--list", action="store_true", help="list what would be measured; needs no GPU")
     add("--only", default="", metavar="TEXT", help="only what has this in its name, as in --list")
-    add("--device", default="cuda", help="cuda, cuda:1 (default cuda)")
+    add("--device", default=None, help="cuda, cuda:1, cpu (default: a GPU that torch sees, else cpu)")
     add(
         "--out",
         type=writable,

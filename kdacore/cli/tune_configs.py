@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     tuners = REGISTRY.listed("kdacore_config_tuners", ConfigTuner)
     if not args.list and (why := _missing(tuners)):
         return complain(why, report.BROKEN)
-    device = device_of(args.device) if importlib.util.find_spec("torch") else None
+    where = args.device or "cuda"
+    device = device_of(where) if importlib.util.find_spec("torch") else None
     arch = config.device_arch(args.arch or "") or (device.arch if device else _DEFAULT_ARCH)
     jobs = {t.backend: [j for j in t.jobs(arch, tuple(args.op)) if args.only in j.name] for t in tuners}
     tuners = [tuner for tuner in tuners if jobs[tuner.backend]]
@@ -39,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
         _list(arch, [job for tuner in tuners for job in jobs[tuner.backend]])
         return report.OK
     if device is None:
-        why = (
-            f"no NVIDIA GPU that torch can use as {args.device!r}; --list shows what would be tuned anywhere"
-        )
+        why = f"no NVIDIA GPU that torch can use as {where!r}; --list shows what would be tuned anywhere"
         return complain(why, report.BROKEN)
     if len(tuners) > 1:
         names = ", ".join(tuner.backend for tuner in tuners)

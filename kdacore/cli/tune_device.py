@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 from rich.console import Console
@@ -15,6 +16,13 @@ def complain(why: str, status: int) -> int:
     """Print why nothing is tuned; the exit status for it."""
     print(f"kdacore tune: {why}", file=sys.stderr)
     return status
+
+
+def default_device() -> str:
+    """``cuda`` where torch sees an NVIDIA GPU, else ``cpu``."""
+    if importlib.util.find_spec("torch") is None:
+        return "cpu"
+    return "cpu" if device_of("cuda") is None else "cuda"
 
 
 def device_of(name: str) -> Device | None:

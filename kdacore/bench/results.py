@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from kdacore import files, machine, report
 
 SCHEMA = 1
@@ -147,7 +149,7 @@ def _ran(row: Row) -> str:
     return row.backend + (form and f", {form}") + " (auto)" * row.auto
 
 
-def row_table(rows: list[Row]) -> Any:
+def row_table(rows: list[Row], out: Console) -> Any:
     """What was timed or failed, as an aligned table; what was skipped, once for each reason, below it."""
     skipped: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -171,15 +173,15 @@ def row_table(rows: list[Row]) -> Any:
         for row in rows
         if row.status != "skipped"
     ]
-    text = report.table(headers, cells)
+    text = report.table(headers, cells, out)
     for (contender, note), names in skipped.items():
         where = names[0] if len(names) == 1 else f"{len(names)} rows"
         text.append(f"  skipped {contender} ({where}): {note}\n", style="yellow")
     return text
 
 
-def figure_table(figures: list[Figure]) -> Any:
+def figure_table(figures: list[Figure], out: Console) -> Any:
     """The figures, each beside what was asked for."""
     marks = {True: "met", False: "MISSED", None: ""}
     cells = [(f.name, f"{f.value:.4g} {f.unit}", f.want, marks[f.met], f.note) for f in figures]
-    return report.table(("figure", "measured", "wanted", "", ""), cells)
+    return report.table(("figure", "measured", "wanted", "", ""), cells, out)

@@ -107,12 +107,12 @@ def _report(
     if not found.rows:
         print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
         return report.USAGE
-    out.print(results.row_table(found.rows))
+    out.print(results.row_table(found.rows, out))
     timed = any(row.seconds is not None for row in found.rows)
     if not timed:
         print("kdacore bench: nothing could be timed; the rows say why", file=sys.stderr)
     if found.figures:
-        out.print(results.figure_table(found.figures))
+        out.print(results.figure_table(found.figures, out))
     if args.json or args.plot:
         document = results.document(found, presets, before, complete=not interrupted)
         if args.json:
@@ -320,7 +320,7 @@ def _list(out: Console) -> None:
             )
             for c in listed
         ]
-        out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, indent=4), end="")
+        out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, out, indent=4), end="")
 
 
 def _goal(goal: Goal) -> str:

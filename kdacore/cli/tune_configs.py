@@ -58,7 +58,8 @@ def _missing(tuners: list[ConfigTuner]) -> str:
 
 def _list(arch: str, jobs: list[TuningJob]) -> None:
     rows = [(job.name, _words(job.sizes), _words(job.config)) for job in jobs]
-    report.console().print(report.table(("rule", "measured at", f"shipped for {arch}"), rows))
+    out = report.console()
+    out.print(report.table(("rule", "measured at", f"shipped for {arch}"), rows, out))
 
 
 def _tune(args: argparse.Namespace, tuner: ConfigTuner, jobs: list[TuningJob], device: Device) -> int:
@@ -91,7 +92,7 @@ def _show(out: Console, outcomes: list[Any]) -> None:
         )
         for t in outcomes
     ]
-    out.print(report.table(("rule", "time", "over shipped", "configuration"), rows))
+    out.print(report.table(("rule", "time", "over shipped", "configuration"), rows, out))
 
 
 def _document(device: Device, outcomes: list[Any]) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if not cases:
         return complain("no call is left to measure (--only)", report.USAGE)
     if args.list:
-        report.console().print(report.table(("call",), [(case.name,) for case in cases]))
+        out = report.console()
+        out.print(report.table(("call",), [(case.name,) for case in cases], out))
         return report.OK
     if where == "cpu":
         here = Device("cpu", 0, "")

@@ -116,7 +116,7 @@ def test_a_table_of_another_version_is_no_problem(
 @pytest.mark.usefixtures("folder")
 def test_the_text_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     put("NVIDIA X2")
-    assert cli.main(["doctor", "--no-selfcheck"]) == 0
+    assert cli.main(["doctor", "-v", "--no-selfcheck"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "cost tables for automatic choice" in said and "not used: no NVIDIA X2 here" in said
 

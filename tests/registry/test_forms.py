@@ -134,6 +134,7 @@ def test_doctor_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_benchmark_rows_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from kdacore import report
     from kdacore.bench import runner
     from kdacore.bench.cases import Case
     from kdacore.bench.clock import Budget
@@ -143,7 +144,7 @@ def test_benchmark_rows_have_it(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(name="tiny", op="chunk_kda", kind="numpy", dtype="float32", B=1, T=5, H=2, K=4, V=4)
     rows = {r.contender: r for r in runner.run_case("test", case, "random", "cpu", (), Budget(2, 0.1)).rows}
     assert rows["kdacore several"].form == "short: 5 tokens" and rows["kdacore reference"].form == ""
-    assert re.search(r"several, short", str(row_table(list(rows.values()))))
+    assert re.search(r"several, short", str(row_table(list(rows.values()), report.console())))
 
 
 # --- slices -------------------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], out: Console, i
         indent: blanks before each line.
     """
     body = [[str(cell) for cell in row] for row in rows]
+    there = [i for i, header in enumerate(headers) if header or any(row[i] for row in body)]
+    headers, body = [headers[i] for i in there], [[row[i] for i in there] for row in body]
     return _folded(headers, body, out, indent) if out.is_terminal else _plain(headers, body, indent)
 
 
@@ -114,8 +116,8 @@ def _plain(headers: Sequence[str], body: Sequence[Sequence[str]], indent: int) -
     for row in body:
         text.append(" " * indent)
         for i, cell in enumerate(row):
-            last = i == len(row) - 1
-            text.append(cell if last else cell.ljust(widths[i] + 2), style=_STYLES.get(cell, ""))
+            text.append(cell.ljust(widths[i] + 2), style=_STYLES.get(cell, ""))
+        text.rstrip()
         text.append("\n")
     return text
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from kdacore import files, machine, report
 
@@ -143,6 +144,13 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
+def span(low: float, high: float) -> str:
+    """``1.234 .. 1.456 ms``, in the unit of the larger."""
+    unit = duration(high).split()[1]
+    scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
+    return f"{low * scale:.4g} .. {high * scale:.4g} {unit}"
+
+
 def _ran(row: Row) -> str:
     """The backend, and the name of its form."""
     form = row.form.partition(":")[0]
@@ -155,7 +163,7 @@ def row_table(rows: list[Row], out: Console) -> Any:
     for row in rows:
         if row.status == "skipped":
             skipped.setdefault((row.contender, row.note), []).append(row.case)
-    headers = ("case", "gates", "contender", "ran", "median", "quartiles", "n", "peak", "error", "", "")
+    headers = ("case", "gates", "contender", "ran", "median", "quartiles", "peak", "error", "", "")
     cells = [
         (
             row.case,
@@ -163,8 +171,7 @@ def row_table(rows: list[Row], out: Console) -> Any:
             row.contender,
             _ran(row),
             duration(row.seconds),
-            "" if row.seconds is None else f"{duration(row.low)} .. {duration(row.high)}",
-            str(row.samples or ""),
+            "" if row.seconds is None else span(row.low or 0.0, row.high or 0.0),
             "" if row.peak_bytes is None else report.size(row.peak_bytes),
             "" if row.error is None else f"{row.error:.1e}",
             row.status,
@@ -173,15 +180,23 @@ def row_table(rows: list[Row], out: Console) -> Any:
         for row in rows
         if row.status != "skipped"
     ]
-    text = report.table(headers, cells, out)
+    text, hidden = Text(), 0
+    if len(cells) > 1 and len({row[:2] for row in cells}) == 1:  # said once: the table is narrower
+        text.append(f"  {cells[0][0]}, gates {cells[0][1]}\n")
+        hidden = 2
+    text.append_text(report.table(headers[hidden:], [row[hidden:] for row in cells], out))
     for (contender, note), names in skipped.items():
         where = names[0] if len(names) == 1 else f"{len(names)} rows"
         text.append(f"  skipped {contender} ({where}): {note}\n", style="yellow")
     return text
 
 
-def figure_table(figures: list[Figure], out: Console) -> Any:
-    """The figures, each beside what was asked for."""
+def figure_table(figures: list[Figure], out: Console, judged: bool) -> Any:
+    """The figures. ``judged``: each beside what was promised of it on the hardware that its preset is for."""
     marks = {True: "met", False: "MISSED", None: ""}
+    if not judged:
+        return report.table(
+            ("figure", "measured", ""), [(f.name, f"{f.value:.4g} {f.unit}", f.note) for f in figures], out
+        )
     cells = [(f.name, f"{f.value:.4g} {f.unit}", f.want, marks[f.met], f.note) for f in figures]
     return report.table(("figure", "measured", "wanted", "", ""), cells, out)

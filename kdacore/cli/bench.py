@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdacore import report
 from kdacore.bench import cases, choice, plot, results, runner
@@ -22,6 +21,7 @@ from kdacore.cli.time_limit import not_terminated
 from kdacore.errors import did_you_mean
 from kdacore.files import writable
 from kdacore.machine import version_of
+from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
 from kdacore.testing.capabilities import has_device
 from kdacore.types import ArrayKind
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="shrink every case: does it run at all?")
     add("--samples", type=int, default=30, help="timings of each contender (default 30)")
     add("--seconds", type=float, default=20.0, help="at most this long a case (default 20)")
-    add("--check", action="store_true", help="exit 1 when a promised figure is missed")
+    add("--check", action="store_true", help="compare with promised figures; exit 1 when one is missed")
     add(
         "--shape",
         type=call_arguments.shape,
@@ -112,7 +112,7 @@ def _report(
     if not timed:
         print("kdacore bench: nothing could be timed; the rows say why", file=sys.stderr)
     if found.figures:
-        out.print(results.figure_table(found.figures, out))
+        out.print(results.figure_table(found.figures, out, judged=args.check))
     if args.json or args.plot:
         document = results.document(found, presets, before, complete=not interrupted)
         if args.json:
@@ -130,14 +130,13 @@ def _report(
 
 def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
     """Run the presets one piece of work after another, under a progress bar."""
-    with _progress() as progress:
+    work = {preset: list(_work(preset, args)) for preset in presets}
+    with Bar("bench", sum(map(len, work.values()))) as bar:
         for preset in presets:
-            work = list(_work(preset, args))
-            task = progress.add_task(preset, total=len(work))
-            for what, step in work:
-                progress.update(task, description=f"{preset}: {what}")
+            for what, step in work[preset]:
+                bar.begin(f"{preset}: {what}")
                 found.add(step())
-                progress.advance(task)
+                bar.advance()
             if preset.startswith("h200-"):
                 found.figures += runner.gate_dependence(preset, found.rows)
                 found.figures += runner.goals_of_other_cases(preset, PRESETS.get(preset, ()), found.rows)
@@ -209,11 +208,6 @@ def _kind(own: ArrayKind, preset: str, args: argparse.Namespace) -> ArrayKind:
         return kind
     anything_will_do = preset in ("quick", "shape")
     return "numpy" if anything_will_do and not version_of(own) else own
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from kdacore import config, files, registry, report
 from kdacore.bench.clock import Budget
-from kdacore.cli.tune_device import complain, device_of, progress_bar
+from kdacore.cli.tune_device import complain, device_of
 from kdacore.command_types import ConfigTuner, TuningJob
+from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
 from kdacore.types import Device
 
@@ -67,12 +68,10 @@ def _tune(args: argparse.Namespace, tuner: ConfigTuner, jobs: list[TuningJob], d
 
     out, outcomes = report.console(), []
     budget = Budget(args.samples or SAMPLES, args.seconds or SECONDS)
-    with progress_bar() as progress:
-        task = progress.add_task("tune", total=len(jobs))
+    with Bar("tune", len(jobs)) as bar:
         for job in jobs:
-            told = lambda what: progress.update(task, description=what)  # noqa: E731
-            outcomes.append(config_search.tune(job, device, budget, told))
-            progress.advance(task)
+            outcomes.append(config_search.tune(job, device, budget, bar.begin))
+            bar.advance()
     _show(out, outcomes)
     path = args.out or Path(f"{device.arch}.json")
     tuner.write(path, device.arch, [(t.job, t.config) for t in outcomes])

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from kdacore import files, report
 from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, clock_for
-from kdacore.cli.tune_device import complain, default_device, device_of, name_of, progress_bar, torch_name
+from kdacore.cli.tune_device import complain, default_device, device_of, name_of, torch_name
 from kdacore.dispatch import cost_tables
 from kdacore.machine import cpu_name
+from kdacore.progress import Bar
 from kdacore.types import Device
 
 if TYPE_CHECKING:
@@ -67,10 +68,9 @@ def _measure(
         out.print(f"going on from {partial}: {len(measured.seconds)} calls are measured")
     budget = Budget(args.samples or SAMPLES, args.seconds or (SECONDS if device.arch else CPU_SECONDS))
     limit = 60 * (args.minutes or MINUTES)
-    with progress_bar() as progress:
-        task = progress.add_task("tune", total=len(cases), completed=_done(measured, cases))
+    with Bar("tune", len(cases), done=_done(measured, cases)) as bar:
         for case in cost_measure.measure(measured, cases, where, budget, clock, limit):
-            progress.update(task, description=case.name, completed=_done(measured, cases))
+            bar.begin(case.name, done=_done(measured, cases))
     if measured.disagreements:
         for said in measured.disagreements:
             complain(said, report.BROKEN)

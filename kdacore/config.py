@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,10 @@ def _integrations(env: Mapping[str, str]) -> tuple[str, ...]:
     return names
 
 
+_OTHER_FOLDERS = ("darwin", "win32")
+"""Systems whose caches are elsewhere than the XDG specification has them."""
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     if given := env.get("KDACORE_CACHE_DIR", "").strip():
         try:
@@ -89,6 +94,10 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
         except RuntimeError:
             raise ConfigError("KDACORE_CACHE_DIR", given, "a folder, of a user who exists") from None
     base = env.get("XDG_CACHE_HOME", "").strip()
+    if not base and sys.platform in _OTHER_FOLDERS:
+        from platformdirs import user_cache_path  # here: it takes milliseconds to import
+
+        return user_cache_path("kdacore", appauthor=False)
     try:
         # The XDG specification has relative folders ignored.
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kdacore"

@@ -97,6 +97,13 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what makes it a pre-release or a local build: ``0.11rc1+git`` -> (0, 11)."""
+    from packaging.version import Version  # here: `import kdacore` stays light
+
+    return Version(version).release
+
+
 def driver_version(device_type: str) -> str:
     """What the kernel module behind a type of device says of itself, empty when it says nothing. Starts no process."""
     path = _DRIVER_FILES.get(device_type)

@@ -85,9 +85,9 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
         for r in re.findall(r"^Requires-Dist: (.*)$", text, re.M)
         if "extra ==" not in r
     }
-    assert base == {"numpy", "pluggy", "array-api-compat", "rich"}
+    assert base == {"numpy", "packaging", "platformdirs", "pluggy", "array-api-compat", "rich"}
     extras = set(re.findall(r"^Provides-Extra: (.*)$", text, re.M))
-    assert {"triton", "cuda", "pallas", "test", "bench"} <= extras
+    assert {"triton", "cuda", "jax", "pallas", "conformance", "test", "bench"} <= extras
     assert "License-Expression: MIT" in text
 
 

@@ -48,7 +48,7 @@ def verdict(found: Report, out: Console) -> None:
 def _parts(found: Report) -> Iterator[tuple[str, str]]:
     rows = {row["name"]: row["value"] for row in found["machine"]}
     yield "machine", "; ".join([_named(name, rows[name]) for name in _MACHINE if name in rows])
-    versions = {row["name"]: row["value"] for row in found["versions"]}
+    versions = {row["name"]: row["value"] for row in found["versions"] if row["value"] != "not installed"}
     yield "versions", ", ".join([f"{name} {versions[name]}" for name in _VERSIONS if name in versions])
     for backend in found["backends"]:
         yield backend["name"], _backend(backend)
@@ -83,8 +83,11 @@ def _named(name: str, value: str) -> str:
 def _backend(backend: Report) -> str:
     """What a backend can do here, or the line that would make it so."""
     if backend["missing"]:
-        lines = [f"{row['what']}; to get it: {row['remedy']}" for row in backend["missing"]]
-        return f"{backend['status']}: {'. '.join(dict.fromkeys(lines))}"
+        by_remedy: dict[str, list[str]] = {}
+        for row in backend["missing"]:
+            by_remedy.setdefault(row["remedy"], []).append(row["what"])
+        lines = [f"{', '.join(what)}; to get it: {remedy}" for remedy, what in by_remedy.items()]
+        return f"{backend['status']}: {'. '.join(lines)}"
     kinds = ", ".join([_KINDS.get(kind, kind) for kind in backend["kinds"]])
     marks = {row["here"] for row in backend["ops"].values()}
     if marks == {"no device"}:

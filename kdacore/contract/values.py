@@ -18,10 +18,11 @@ from kdacore.ops.shapes import SHAPES
 from kdacore.types import Request
 
 
-def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
+def check_values(request: Request, inputs: Any, adapter: Adapter, *, warn: bool = True) -> None:
     """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that written arrays overlap nothing.
 
-    Warns (:class:`~kdacore.errors.InputWarning`) of arrays that keep the contract and look like a mistake.
+    Warns (:class:`~kdacore.errors.InputWarning`) of arrays that keep the contract and look like a mistake, unless
+    ``warn`` is False, as for the slice of one rank: where warnings are errors, the other ranks would wait for it.
 
     Raises:
         ContractError: naming the argument, before anything ran.
@@ -46,7 +47,8 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
         elif name not in INDEX_ARGUMENTS | MASK_ARGUMENTS | _NOT_READ_WHOLE:
             _finite(request, name, x)
     _gate(request, values)
-    warn_of_likely_mistakes(request, values)
+    if warn:
+        warn_of_likely_mistakes(request, values)
 
 
 _NOT_READ_WHOLE = frozenset(

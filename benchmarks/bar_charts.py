@@ -6,19 +6,12 @@ import math
 from dataclasses import dataclass
 from html import escape
 
+from kdacore.bench.palette import OWN
+
 BAR, GAP, LEFT, RIGHT, WIDTH = 14, 10, 262, 130, 892
 """Pixels: height of a bar, space between groups, margins, whole width."""
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
-COLOURS = {
-    "kdacore": "#1d5f8a",
-    "kdacore cuda": "#1d5f8a",
-    "kdacore triton": "#6fa8cf",
-    "fla-core": "#e07a5f",
-    "FlashKDA": "#81b29a",
-    "cuDNN frontend": "#b08968",
-    "one host": "#1d5f8a",
-    "several hosts": "#6fa8cf",
-}
+COLOURS = {**OWN, "one host": OWN["kdacore cuda"], "several hosts": OWN["kdacore triton"]}
 
 
 @dataclass(frozen=True)

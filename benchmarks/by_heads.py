@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kdacore.bench.plot import COLOURS, library, where
+from kdacore.bench.palette import colours_of
+from kdacore.bench.plot import library, where
 
 PANEL_WIDTH, PANEL_HEIGHT = 7.5, 4.2
 """Inches."""
@@ -32,7 +33,7 @@ def draw_by_heads(document: dict[str, Any], path: Path) -> None:
     size = (PANEL_WIDTH, PANEL_HEIGHT * len(panels))
     figure, grid = pyplot.subplots(len(panels), squeeze=False, figsize=size, layout="constrained")
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colour = colours_of(names)
     for axes, (panel, lines) in zip(grid[:, 0], panels.items(), strict=True):
         longest = max(seconds for points in lines.values() for _, seconds in points)
         unit, scale = ("milliseconds", 1e3) if longest >= 1e-3 else ("microseconds", 1e6)

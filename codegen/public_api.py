@@ -109,7 +109,7 @@ def stub() -> str:
                 overloads.append(_overload(op, kind, kind, {}))
                 continue
             if op.family == "commit":
-                overloads.append(_overload(op, kind, kind, {"conv_state": "None = ..."}))
+                overloads.append(_overload(op, kind, kind, {"conv_state": "None = None"}))
                 overloads.append(_overload(op, kind, f"tuple[{kind}, {kind}]", {"conv_state": kind}))
                 continue
             if op.family == "decode" and "jax" in kind:  # as many results as arrays would be written
@@ -121,7 +121,7 @@ def stub() -> str:
                 overloads.append(_overload(op, kind, f"tuple[{results}]", {}))
                 continue
             argument, given, result = more
-            overloads.append(_overload(op, kind, f"tuple[{results}]", {argument: "None = ..."}))
+            overloads.append(_overload(op, kind, f"tuple[{results}]", {argument: "None = None"}))
             overloads.append(_overload(op, kind, f"tuple[{results}, {result}]", {argument: given}))
     return STUB_TEMPLATE.read_text(encoding="utf-8").replace("<overloads>\n", "".join(overloads))
 
@@ -175,15 +175,18 @@ def _by_name(op: OpDef) -> dict[str, Argument]:
 
 def _signature(op: OpDef) -> str:
     lines = [f"{a.name}: {_annotation(a, 'Array')}," for a in _required(op)]
-    lines.append("*,")
+    lines.append("*extra: object,")
     for a in _keywords(op):
         if isinstance(a, Option):
-            default = f'"{a.default}"' if isinstance(a.default, str) else repr(a.default)
-            lines.append(f"{a.name}: {ANNOTATIONS[a.kind]} = {default},")
+            lines.append(f"{a.name}: {ANNOTATIONS[a.kind]} = {_default(a)},")
         else:
             lines.append(f"{a.name}: {_annotation(a, 'Array')} | None = None,")
     lines += ["backend: str | None = None,", "**unknown: object,"]
     return "\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _default(option: Option) -> str:
+    return f'"{option.default}"' if isinstance(option.default, str) else repr(option.default)
 
 
 def _annotation(argument: Argument, kind: str) -> str:
@@ -196,13 +199,13 @@ def _overload(op: OpDef, kind: str, result: str, changed: dict[str, str]) -> str
     lines += [f"    {a.name}: {_annotation(a, kind)}," for a in _required(op)] + ["    *,"]
     for a in _keywords(op):
         if isinstance(a, Option):
-            given = f"{ANNOTATIONS[a.kind]} = ..."
+            given = f"{ANNOTATIONS[a.kind]} = {_default(a)}"
         else:  # what lives on the host may be NumPy's beside arrays of any library
             on_host = isinstance(a, ArrayArgument) and a.host
             host = " | NDArray[Any]" if on_host and "NDArray" not in kind else ""
-            given = f"{_annotation(a, kind)}{host} | None = ..."
+            given = f"{_annotation(a, kind)}{host} | None = None"
         lines.append(f"    {a.name}: {changed.get(a.name, given)},")
-    return "\n".join([*lines, "    backend: str | None = ...,", f") -> {result}: ...", ""])
+    return "\n".join([*lines, "    backend: str | None = None,", f") -> {result}: ...", ""])
 
 
 # --- descriptions --------------------------------------------------------------------------------------------------
@@ -256,7 +259,8 @@ def _body(op: OpDef) -> str:
         parts = [constant, _tuple(op.arrays, True), _tuple(op.options, True), *f"backend{more}".split(", ")]
         call = f"    return {called}(\n" + "".join(f"        {part},\n" for part in parts) + "    )\n"
     unpacked = "".join([_unpacked(op, name, parts) for name, parts in op.tuples.items()])
-    return f'    if unknown:\n        raise _unknown_keywords("{op.name}", unknown)\n{unpacked}{call}'
+    refusal = f'    if extra or unknown:\n        raise _unknown_arguments("{op.name}", extra, unknown)\n'
+    return refusal + unpacked + call
 
 
 def _unpacked(op: OpDef, name: str, parts: tuple[str, ...]) -> str:

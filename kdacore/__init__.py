@@ -24,6 +24,7 @@ from kdacore.errors import (
     BackendBuildError,
     ConfigError,
     ContractError,
+    InputWarning,
     PerformanceWarning,
     PluginError,
     UnsupportedError,
@@ -42,6 +43,7 @@ __all__ = [
     "BackendInfo",
     "ConfigError",
     "ContractError",
+    "InputWarning",
     "PerformanceWarning",
     "PluginError",
     "Selection",
@@ -78,6 +80,8 @@ def backends() -> tuple[BackendInfo, ...]:
 
 
 _LATER = {
+    "compat": "kdacore.compat",
+    "integrations": "kdacore.integrations",
     "parallel": "kdacore.parallel",
     "stages": "kdacore.stages",
     "ShapeDtype": "kdacore.arrays.specs",
@@ -91,10 +95,10 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'kdacore' has no attribute {name!r}")
     module = import_module(_LATER[name])
-    value = module if name in ("parallel", "stages") else getattr(module, name)
+    value = module if module.__name__ == f"kdacore.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*__all__, *_LATER})

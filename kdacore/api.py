@@ -32,7 +32,7 @@ def chunk_kda(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -71,17 +71,19 @@ def chunk_kda(
         o_t = scale * (q_t @ S)
 
     Args:
-        q, k: ``[B, T, H, K]``, float32, bfloat16 or float16 (float64 on the reference backend), one dtype.
+        q, k: ``[B, T, H, K]``, float32, bfloat16 or float16, one dtype; float64 on the reference backend.
         v: ``[B, T, HV, V]``, dtype of q. ``HV`` is a multiple of ``H``; value head i reads head
             ``i // (HV // H)`` of q and k.
-        g: ``[B, T, HV, K]``, any float dtype. The log decay (natural log, <= 0), or the raw gate input with
-            ``use_gate_in_kernel``.
-        beta: ``[B, T, HV]``, any float dtype. In (0, 1), or logits with ``use_beta_sigmoid_in_kernel``.
-        A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
-        dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
+        g: ``[B, T, HV, K]``, float32, bfloat16 or float16; float64 in calls of float64. The log decay
+            (natural log, <= 0), or the raw gate input with ``use_gate_in_kernel``.
+        beta: ``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64. In (0, 1), or logits
+            with ``use_beta_sigmoid_in_kernel``.
+        A_log: ``[HV]`` float32 (float64 is taken too). Needed by the unbounded gate, optional (zeros) with
+            ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV*K]``, any float dtype, added to the raw gate input.
         scale: factor on the output; ``K ** -0.5`` when None. 0, or 1e-30 to 1e30 in size.
         initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32, bfloat16 or
-            float16; zeros when None.
+            float16; float64 in calls of float64. Zeros when None.
         output_final_state: return the state after the last token of each sequence.
         use_qk_l2norm_in_kernel: replace q and k by ``x / sqrt(sum(x*x) + 1e-6)`` over K.
         use_gate_in_kernel: compute the log decay from ``x = g + dt_bias``: ``-exp(A_log) * softplus(x)``, or
@@ -97,8 +99,8 @@ def chunk_kda(
             ``B == 1``. Sequences may be empty. Tokens from ``cu_seqlens[-1]`` on are padding and belong to no
             sequence: they are not read, their rows of a new ``o`` and their gradients are zero, and ``out``
             is not written there.
-        cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
-            with them.
+        cu_seqlens_cpu: ``[N+1]`` int32 or int64: the same values on the host (NumPy, or the kind of the
+            others), for backends that plan with them.
         state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[P, HV, K, V]`` whose rows may
             have any stride, and sequence n starts from this row. A negative index, or ``null_index``, is no
             slot: the sequence is padding; its ``o`` and final state are zero and nothing is written for it.
@@ -111,8 +113,8 @@ def chunk_kda(
         write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default. Entries
             that name no slot write nothing. A row that one sequence writes must not be read or written by
             another.
-        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
-            default.
+        write_pool: ``[P', HV, K, V]``, the dtypes of ``initial_state``, the same where both are given: the
+            pool that is written, ``initial_state`` by default.
         checkpoint_offsets: ``[C]`` int32 or int64 positions of tokens in the pack (``B == 1``), each a
             multiple of 16 from the start of the sequence that holds it: the state before that token is
             written to the pool, with ``inplace_state``.
@@ -161,8 +163,8 @@ def chunk_kda(
         >>> o.shape, state.shape
         ((1, 100, 2, 16), (1, 2, 16, 16))
     """
-    if unknown:
-        raise _unknown_keywords("chunk_kda", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("chunk_kda", extra, unknown)
     return _chunk(
         _CHUNK_KDA,
         (
@@ -211,7 +213,7 @@ def chunk_gated_delta_rule(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -244,8 +246,9 @@ def chunk_gated_delta_rule(
     """The gated delta rule over whole sequences: :func:`chunk_kda` with one decay for each head.
 
     Args:
-        g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
-        dt_bias: ``[HV]``.
+        g: ``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64: one log decay (natural
+            log, <= 0) for each token and head, or its raw gate input.
+        dt_bias: ``[HV]``, any float dtype.
 
     Everything else, the results and the errors are those of :func:`chunk_kda`.
 
@@ -260,8 +263,8 @@ def chunk_gated_delta_rule(
         >>> o.shape
         (1, 70, 2, 16)
     """
-    if unknown:
-        raise _unknown_keywords("chunk_gated_delta_rule", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("chunk_gated_delta_rule", extra, unknown)
     return _chunk(
         _CHUNK_GDN,
         (
@@ -310,7 +313,7 @@ def fused_recurrent_kda(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -346,7 +349,8 @@ def fused_recurrent_kda(
 
     Args:
         initial_state: the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with
-            ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.
+            ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride; float32, bfloat16 or
+            float16; float64 in calls of float64.
         state_indices: int32 or int64. ``[N]``: the pool row of each sequence. ``[N, W]`` with
             ``num_accepted_tokens``: a row for each candidate token. A sequence that would start from a
             negative index, or from ``null_index``, has no slot and is padding: its ``o`` and final state are
@@ -362,13 +366,14 @@ def fused_recurrent_kda(
             ``[N]``: the final state of each sequence. ``[N, W]``: the state after token t goes to row
             ``write_indices[n, t]``. Entries that name no slot write nothing. A row that one sequence writes
             must not be read or written by another.
-        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
-            default.
+        write_pool: ``[P', HV, K, V]``, the dtypes of ``initial_state``, the same where both are given: the
+            pool that is written, ``initial_state`` by default.
         read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
-        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32, any strides;
-            messages name them ``record_update``, ``record_key`` and ``record_decay``. What each token of a
-            call does to the state is written here, ``n`` tokens at most, and the state stays as it was before
-            them. Needs ``state_indices [N]``, ``record_indices`` and ``inplace_state``.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32 (float64 in calls
+            of float64), any strides; messages name them ``record_update``, ``record_key`` and
+            ``record_decay``. What each token of a call does to the state is written here, ``n`` tokens at
+            most, and the state stays as it was before them. Needs ``state_indices [N]``, ``record_indices``
+            and ``inplace_state``.
         record_indices: ``[N]`` int32 or int64: the row of the records of each sequence. Where it is negative,
             or ``null_index``, the sequence has none: it decodes and writes its state as without records.
         num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row, the first ones, precede
@@ -400,8 +405,8 @@ def fused_recurrent_kda(
         >>> [bool(pool[i].any()) for i in range(4)]
         [False, True, False, True]
     """
-    if unknown:
-        raise _unknown_keywords("fused_recurrent_kda", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_recurrent_kda", extra, unknown)
     record_update, record_key, record_decay = _arrays_of("fused_recurrent_kda", "records", records, 3)
     return _recurrent(
         _RECURRENT_KDA,
@@ -452,7 +457,7 @@ def fused_recurrent_gated_delta_rule(
     v: Array,
     g: Array,
     beta: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     scale: float | None = None,
@@ -485,10 +490,11 @@ def fused_recurrent_gated_delta_rule(
     """The gated delta rule token by token: :func:`fused_recurrent_kda` with one decay for each head.
 
     Args:
-        g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
-        dt_bias: ``[HV]``.
-        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32, any strides: as the
-            records of :func:`fused_recurrent_kda`, with one decay a head.
+        g: ``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64: one log decay (natural
+            log, <= 0) for each token and head, or its raw gate input.
+        dt_bias: ``[HV]``, any float dtype.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32 (float64 in calls of
+            float64), any strides: as the records of :func:`fused_recurrent_kda`, with one decay a head.
 
     Everything else, the results and the errors are those of :func:`fused_recurrent_kda`.
 
@@ -503,8 +509,8 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         ((2, 1, 2, 16), (2, 2, 16, 16))
     """
-    if unknown:
-        raise _unknown_keywords("fused_recurrent_gated_delta_rule", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_recurrent_gated_delta_rule", extra, unknown)
     record_update, record_key, record_decay = _arrays_of(
         "fused_recurrent_gated_delta_rule", "records", records, 3
     )
@@ -556,7 +562,7 @@ def fused_decode_kda(
     g: Array,
     beta: Array,
     initial_state: Array,
-    *,
+    *extra: object,
     conv_weight: Array | None = None,
     conv_bias: Array | None = None,
     conv_state: Array | None = None,
@@ -606,17 +612,20 @@ def fused_decode_kda(
     The convolution's last tokens are kept in ``conv_state`` as states are in their pool. Not differentiable.
 
     Args:
-        x: ``[B, T, D]``, float32, bfloat16 or float16 (float64 on the reference backend): the channels of q,
-            k and v in that order, ``D = 2*H*K + HV*V``, before the convolution. 1 to 16 tokens a sequence.
-            HV, K and V are those of ``initial_state``, and H follows.
-        g: ``[B, T, HV, K]``, any float dtype. The log decay (natural log, <= 0), or the raw gate input with
-            ``use_gate_in_kernel``.
-        beta: ``[B, T, HV]``, any float dtype. In (0, 1), or logits with ``use_beta_sigmoid_in_kernel``.
+        x: ``[B, T, D]``, float32, bfloat16 or float16; float64 on the reference backend: the channels of q, k
+            and v in that order, ``D = 2*H*K + HV*V``, before the convolution. 1 to 16 tokens a sequence. HV,
+            K and V are those of ``initial_state``, and H follows.
+        g: ``[B, T, HV, K]``, float32, bfloat16 or float16; float64 in calls of float64. The log decay
+            (natural log, <= 0), or the raw gate input with ``use_gate_in_kernel``.
+        beta: ``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64. In (0, 1), or logits
+            with ``use_beta_sigmoid_in_kernel``.
         initial_state: the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with
-            ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.
-        conv_weight: ``[D, w]``, w of 2 to 4, any float dtype: a causal convolution of each channel, then
-            SiLU. None: x comes convolved, and there is no ``conv_state``.
-        conv_bias: ``[D]``, any float dtype, added before the SiLU.
+            ``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride; float32, bfloat16 or
+            float16; float64 in calls of float64.
+        conv_weight: ``[D, w]``, w of 2 to 4, float32, bfloat16 or float16; float64 in calls of float64: a
+            causal convolution of each channel, then SiLU. None: x comes convolved, and there is no
+            ``conv_state``.
+        conv_bias: ``[D]``, float32, bfloat16 or float16; float64 in calls of float64, added before the SiLU.
         conv_state: the pool ``[P, D, L]`` of x before the convolution, dtype of x, any strides,
             ``L >= w - 1``: columns 0 to w - 2 hold the last tokens of each sequence, oldest first. Written
             with ``inplace_state``. Candidates that write their states, or records, need ``L >= w + T - 2``,
@@ -627,8 +636,9 @@ def fused_decode_kda(
         conv_windows: ``[R, T, w - 1, D]``, dtype of x: receives the window after each candidate, and
             ``conv_state`` stays but for what is replayed. Row ``record_indices[n]`` for sequence n, row n
             without. A next call that gives ``num_accepted_tokens`` or ``num_replayed`` reads its window here.
-        A_log: ``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.
-        dt_bias: ``[HV, K]`` or ``[HV*K]``, added to the raw gate input.
+        A_log: ``[HV]`` float32 (float64 is taken too). Needed by the unbounded gate, optional (zeros) with
+            ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV*K]``, any float dtype, added to the raw gate input.
         scale: factor on the output; ``K ** -0.5`` when None. 0, or 1e-30 to 1e30 in size.
         output_final_state: return the state after the last token of each sequence.
         use_qk_l2norm_in_kernel: replace q and k by ``x / sqrt(sum(x*x) + 1e-6)`` over K.
@@ -645,8 +655,8 @@ def fused_decode_kda(
             ``B == 1``. Sequences may be empty. Tokens from ``cu_seqlens[-1]`` on are padding and belong to no
             sequence: they are not read, their rows of a new ``o`` and their gradients are zero, and ``out``
             is not written there.
-        cu_seqlens_cpu: the same values on the host (NumPy, or the kind of the others), for backends that plan
-            with them.
+        cu_seqlens_cpu: ``[N+1]`` int32 or int64: the same values on the host (NumPy, or the kind of the
+            others), for backends that plan with them.
         state_indices: int32 or int64. ``[N]``: the pool row of each sequence. ``[N, W]`` with
             ``num_accepted_tokens``: a row for each candidate token. A sequence that would start from a
             negative index, or from ``null_index``, has no slot and is padding: its ``o`` and final state are
@@ -662,23 +672,24 @@ def fused_decode_kda(
             ``[N]``: the final state of each sequence. ``[N, W]``: the state after token t goes to row
             ``write_indices[n, t]``. Entries that name no slot write nothing. A row that one sequence writes
             must not be read or written by another.
-        write_pool: ``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by
-            default.
+        write_pool: ``[P', HV, K, V]``, the dtypes of ``initial_state``, the same where both are given: the
+            pool that is written, ``initial_state`` by default.
         read_only_state: compute outputs for 1 to 16 candidate tokens and write no state anywhere.
-        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32, any strides;
-            messages name them ``record_update``, ``record_key`` and ``record_decay``. What each token of a
-            call does to the state is written here, ``n`` tokens at most, and the state stays as it was before
-            them. Needs ``state_indices [N]``, ``record_indices`` and ``inplace_state``.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32 (float64 in calls
+            of float64), any strides; messages name them ``record_update``, ``record_key`` and
+            ``record_decay``. What each token of a call does to the state is written here, ``n`` tokens at
+            most, and the state stays as it was before them. Needs ``state_indices [N]``, ``record_indices``
+            and ``inplace_state``.
         record_indices: ``[N]`` int32 or int64: the row of the records of each sequence. Where it is negative,
             or ``null_index``, the sequence has none: it decodes and writes its state as without records.
         num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row, the first ones, precede
             this call (candidates that were accepted); all 0 when None. They are applied to the state first,
             which is rounded to the pool's dtype and written. 0 after a prefill, a plain decode or a
             :func:`commit_records`.
-        z: ``[B, T, HV, V]``, any float dtype: the normalised output is multiplied by its activation. Needs
-            ``norm_weight``.
-        norm_weight: ``[V]`` or ``[HV, V]``, any float dtype: o becomes
-            ``o / sqrt(mean(o*o) + norm_eps) * norm_weight``, the mean over V. None: o as it is.
+        z: ``[B, T, HV, V]``, float32, bfloat16 or float16; float64 in calls of float64: the normalised output
+            is multiplied by its activation. Needs ``norm_weight``.
+        norm_weight: ``[V]`` or ``[HV, V]``, float32, bfloat16 or float16; float64 in calls of float64: o
+            becomes ``o / sqrt(mean(o*o) + norm_eps) * norm_weight``, the mean over V. None: o as it is.
         norm_eps: added to the mean square in the norm; 1e-30 to 1e30. Only with ``norm_weight``.
         norm_activation: ``sigmoid`` or ``silu`` of z. Only with ``z``.
         out: ``[B, T, HV, V]`` in x's dtype, written and returned as ``o``. Neither it nor what else the call
@@ -709,8 +720,8 @@ def fused_decode_kda(
         >>> o.shape, [bool(pool[i].any() and conv[i, :, 2].any()) for i in range(5)]
         ((2, 1, 2, 16), [False, True, False, True, False])
     """
-    if unknown:
-        raise _unknown_keywords("fused_decode_kda", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_decode_kda", extra, unknown)
     record_update, record_key, record_decay = _arrays_of("fused_decode_kda", "records", records, 3)
     return _recurrent(
         _DECODE_KDA,
@@ -767,7 +778,7 @@ def fused_decode_gated_delta_rule(
     g: Array,
     beta: Array,
     initial_state: Array,
-    *,
+    *extra: object,
     conv_weight: Array | None = None,
     conv_bias: Array | None = None,
     conv_state: Array | None = None,
@@ -809,10 +820,11 @@ def fused_decode_gated_delta_rule(
     head.
 
     Args:
-        g: ``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.
-        dt_bias: ``[HV]``.
-        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32, any strides: as the
-            records of :func:`fused_recurrent_kda`, with one decay a head.
+        g: ``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64: one log decay (natural
+            log, <= 0) for each token and head, or its raw gate input.
+        dt_bias: ``[HV]``, any float dtype.
+        records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32 (float64 in calls of
+            float64), any strides: as the records of :func:`fused_recurrent_kda`, with one decay a head.
 
     Everything else, the results and the errors are those of :func:`fused_decode_kda`.
 
@@ -828,8 +840,8 @@ def fused_decode_gated_delta_rule(
         >>> o.shape, final.shape
         ((2, 1, 2, 16), (2, 2, 16, 16))
     """
-    if unknown:
-        raise _unknown_keywords("fused_decode_gated_delta_rule", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("fused_decode_gated_delta_rule", extra, unknown)
     record_update, record_key, record_decay = _arrays_of(
         "fused_decode_gated_delta_rule", "records", records, 3
     )
@@ -889,7 +901,7 @@ def commit_records(
     records: tuple[Array, Array, Array],
     record_indices: Array,
     num_replayed: Array,
-    *,
+    *extra: object,
     conv_state: Array | None = None,
     conv_indices: Array | None = None,
     conv_windows: Array | None = None,
@@ -910,20 +922,21 @@ def commit_records(
 
     Args:
         initial_state: the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``), rows of any
-            stride.
+            stride, any float dtype.
         state_indices: ``[N]`` int32 or int64: the row of each state. A negative index, or ``null_index``, is
             no slot: nothing is written for it.
         records: ``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, the last ``[R, n, HV]``
-            for one decay a head: as calls with ``records`` wrote them.
+            for one decay a head, all float32 or all float64: as calls with ``records`` wrote them.
         record_indices: ``[N]`` int32 or int64: the row of the records of each state. Nothing is written where
             it is negative, or ``null_index``.
         num_replayed: ``[N]`` int32 or int64, 0 to n: how many records of its row are applied, from the first
             on.
-        conv_state: ``[P, D, L]``: the pool of convolution states, where the records are those of a fused
-            decode op. Without ``conv_windows`` each row is moved by ``num_replayed - 1`` columns to the left.
+        conv_state: ``[P, D, L]``, any float dtype: the pool of convolution states, where the records are
+            those of a fused decode op. Without ``conv_windows`` each row is moved by ``num_replayed - 1``
+            columns to the left.
         conv_indices: ``[N]`` int32 or int64 rows of ``conv_state``; ``state_indices`` by default.
-        conv_windows: ``[R, T, w - 1, D]``: the windows that the calls have left; the one after the last
-            record that is applied goes to columns 0 to w - 2 of ``conv_state``.
+        conv_windows: ``[R, T, w - 1, D]``, dtype of ``conv_state``: the windows that the calls have left; the
+            one after the last record that is applied goes to columns 0 to w - 2 of ``conv_state``.
         state_v_first: states are ``[N, HV, V, K]``.
         null_index: a row number, besides the negative ones, that names no slot.
         write_indices: ``[N]`` int32 or int64 rows that are written, ``state_indices`` by default; with 0
@@ -948,8 +961,8 @@ def commit_records(
         >>> [float(pool[i, 0, 0, 0]) for i in range(4)]
         [0.0, 0.0, 3.0, 0.0]
     """
-    if unknown:
-        raise _unknown_keywords("commit_records", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("commit_records", extra, unknown)
     record_update, record_key, record_decay = _arrays_of("commit_records", "records", records, 3)
     return _commit(
         _COMMIT,
@@ -976,7 +989,7 @@ def commit_records(
 
 def kda_gate(
     g: Array,
-    *,
+    *extra: object,
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     lower_bound: float | None = None,
@@ -990,8 +1003,8 @@ def kda_gate(
 
     Args:
         g: ``[B, T, HV, K]``, or ``[B, T, HV]`` for one gate per head; any float dtype.
-        A_log: ``[HV]`` float32; needed without ``lower_bound``.
-        dt_bias: ``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head).
+        A_log: ``[HV]`` float32 (float64 is taken too); needed without ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head), any float dtype.
         lower_bound: a negative number of 1e-30 to 1e30 in size, or None for the unbounded gate.
         backend: force one backend; see :func:`kdacore.explain` for what each can serve.
 
@@ -1009,8 +1022,8 @@ def kda_gate(
         >>> float(decay[0, 0, 0, 0])
         -2.5
     """
-    if unknown:
-        raise _unknown_keywords("kda_gate", unknown)
+    if extra or unknown:
+        raise _unknown_arguments("kda_gate", extra, unknown)
     return dispatch.call(_GATE, (g, A_log, dt_bias), (lower_bound,), backend)
 
 
@@ -1029,7 +1042,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
 
     Raises:
         ContractError: the call breaks the contract, or there is no such op.
-        TypeError: an unknown keyword.
+        TypeError: an unknown keyword, or too many positional arguments.
 
     Examples:
         >>> import kdacore
@@ -1044,8 +1057,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     given = bound.arguments
     for name, parts in opdef.tuples.items():
         given.update(zip(parts, _arrays_of(opdef.name, name, given[name], len(parts)), strict=True))
-    if unknown := given.get("unknown"):
-        raise _unknown_keywords(opdef.name, unknown)
+    if (extra := given.get("extra")) or given.get("unknown"):
+        raise _unknown_arguments(opdef.name, extra, given["unknown"])
     inputs = opdef.inputs(*(given.get(name) for name in opdef.arrays))
     options = tuple(given[name] for name in opdef.options)
     if given.get("cp") is not None:
@@ -1063,10 +1076,10 @@ def public_function(op: str) -> Callable[..., Any]:
     return function
 
 
-def _unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
-    from kdacore.ops.foreign_keywords import unknown_keywords  # here: few calls have any
+def _unknown_arguments(op: str, extra: tuple[object, ...], names: Iterable[str]) -> TypeError:
+    from kdacore.ops.foreign_keywords import unknown_arguments  # here: few calls have any
 
-    return unknown_keywords(op, names)
+    return unknown_arguments(op, extra, names)
 
 
 def _chunk(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from kdacore.errors import did_you_mean
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -16,6 +18,19 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def one_of(names: Iterable[str], what: str) -> Callable[[str], str]:
+    """One of some names. argparse turns the error, which has the nearest of them, into exit status 2."""
+    known = tuple(names)
+
+    def name(text: str) -> str:
+        if text not in known:
+            there = f"there are {', '.join(known)}"
+            raise argparse.ArgumentTypeError(f"no {what} {text!r}; {there}{did_you_mean(text, known)}")
+        return text
+
+    return name
 
 
 def positive(text: str) -> float:

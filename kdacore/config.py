@@ -7,6 +7,8 @@ docs/guide/environment.md lists the same variables, and a test holds the two tog
 from __future__ import annotations
 
 import os
+import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +61,15 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+_TARGET = re.compile(r"(sm_[1-9][0-9]{1,2})[af]")
+
+
+def device_arch(name: str) -> str:
+    """The architecture of a device, given its name or that of a compiler's target for it: ``sm_90a`` -> ``sm_90``."""
+    target = _TARGET.fullmatch(name)
+    return target[1] if target else name
+
+
 def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
     text = env.get(name, default).strip()
     if text not in ("0", "1"):
@@ -74,6 +85,10 @@ def _integrations(env: Mapping[str, str]) -> tuple[str, ...]:
     return names
 
 
+_OTHER_FOLDERS = ("darwin", "win32")
+"""Systems whose caches are elsewhere than the XDG specification has them."""
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     if given := env.get("KDACORE_CACHE_DIR", "").strip():
         try:
@@ -81,6 +96,10 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
         except RuntimeError:
             raise ConfigError("KDACORE_CACHE_DIR", given, "a folder, of a user who exists") from None
     base = env.get("XDG_CACHE_HOME", "").strip()
+    if not base and sys.platform in _OTHER_FOLDERS:
+        from platformdirs import user_cache_path  # here: it takes milliseconds to import
+
+        return user_cache_path("kdacore", appauthor=False)
     try:
         # The XDG specification has relative folders ignored.
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kdacore"
@@ -114,7 +133,7 @@ def parse(env: Mapping[str, str]) -> Config:
         validate_values=validate == "values",
         cp_check_always=cp_check == "always",
         cache_dir=_cache_dir(env),
-        arch=env.get("KDACORE_ARCH", "").strip(),
+        arch=device_arch(env.get("KDACORE_ARCH", "").strip()),
         selfcheck=_flag(env, "KDACORE_SELFCHECK", "1"),
         plugin_import_limit=limit,
         cuda_every_lane=_flag(env, "KDACORE_CUDA_EVERY_LANE", "0"),

@@ -108,6 +108,26 @@ class PerformanceWarning(UserWarning):
     """A slow backend was chosen on an accelerator; the text says what was missed and how to get it."""
 
 
+class InputWarning(UserWarning):
+    """``KDACORE_VALIDATE=values``: arrays that keep the contract and look like a common mistake; the text says which
+    and how to mend it."""
+
+
+def nearest_name(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
+    """The known name that is most like ``name``, case aside; empty where none is as similar as asked, from 0 to 1."""
+    import difflib  # here: `import kdacore` stays light
+
+    by_lower = {other.lower(): other for other in known if other}
+    found = difflib.get_close_matches(name.lower(), by_lower, 1, similarity)
+    return by_lower[found[0]] if found else ""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?``, for the end of a message about an unknown name; empty where no known name is like it."""
+    nearest = nearest_name(name, known) if type(name) is str else ""
+    return f"; did you mean {nearest!r}?" if nearest else ""
+
+
 def list_names(names: Iterable[str]) -> str:
     """``a, b, c`` for messages, or ``none``."""
     return ", ".join(names) or "none"

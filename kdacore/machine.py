@@ -97,6 +97,13 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what makes it a pre-release or a local build: ``0.11rc1+git`` -> (0, 11)."""
+    from packaging.version import Version  # here: `import kdacore` stays light
+
+    return Version(version).release
+
+
 def driver_version(device_type: str) -> str:
     """What the kernel module behind a type of device says of itself, empty when it says nothing. Starts no process."""
     path = _DRIVER_FILES.get(device_type)
@@ -130,10 +137,9 @@ def probe() -> Machine:
 
 
 def _host() -> tuple[Row, ...]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     rows = [
         Row("system", f"{platform.system()} {platform.machine()}"),
-        Row("cpu", f"{_cpu_name()}, {cores} cores usable"),
+        Row("cpu", f"{_cpu_model()}, {usable_cores()} cores usable"),
     ]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -141,7 +147,17 @@ def _host() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _cpu_name() -> str:
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The CPU's name for itself with the cores that are usable; the cost tables of CPUs are stored by it."""
+    return f"{_cpu_model()}, {usable_cores()} cores"
+
+
+def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

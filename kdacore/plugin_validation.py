@@ -5,14 +5,13 @@ A name that kdacore does not know is a fault too: it would never match, and its 
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, get_args
 
 from kdacore import device
-from kdacore.errors import list_names
+from kdacore.errors import list_names, nearest_name
 from kdacore.ops import FEATURES, OPS
 from kdacore.plugin_faults import shown
 from kdacore.types import ArrayKind, Backend, OpImpl, Requirement
@@ -71,13 +70,8 @@ def _unknown(field: str, what: str, names: Iterable[object], known: Iterable[str
     text = f"declares unknown {what}: {list_names(unknown)}"
     if what not in ("features", "architectures"):  # of which there are many
         text += f"; there are {list_names(known)}"
-    nearest = list_names(f"{_nearest(name, known)!r} for {name!r}" for name in unknown)
+    nearest = list_names(f"{nearest_name(name, known, 0.0)!r} for {name!r}" for name in unknown)
     return f"{text}; the nearest known: {nearest} (in {field})"
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    by_lower = {other.lower(): other for other in known if other}
-    return by_lower[difflib.get_close_matches(name.lower(), by_lower, 1, 0.0)[0]]
 
 
 # --- types --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kdacore import config, plugin_faults
-from kdacore.errors import ContractError, PluginError, list_names, shown
+from kdacore.errors import ContractError, PluginError, did_you_mean, list_names, shown
 from kdacore.types import API_VERSION, Backend, BackendInfo, OpImpl, Requirement
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ BUILTIN_PLUGINS = (
     "kdacore_pallas",
 )
 OWN_DISTRIBUTION = "kdacore"
+_FLA_NAMES = ("fla", "flash-linear-attention", "flash_linear_attention", "fla-core")
+"""Names of another library, which callers ask for as for a backend."""
 BY_HAND = "(registered by hand)"
 MOST_BACKENDS = 1000
 """The most backends of one plugin; more come from a generator that has no end."""
@@ -104,8 +106,14 @@ class Registry:
             broken = [p.name for p in self._plugins if p.problem]
             known = f"one of {list_names(self._backends)}"
             hint = f" (plugins with problems: {list_names(broken)}; see kdacore doctor)" if broken else ""
-            raise ContractError(op, argument, shown(name), known + hint)
+            raise ContractError(op, argument, shown(name), known + hint + self._meant(name))
         return found
+
+    def _meant(self, name: object) -> str:
+        """What the name of a backend that is not there may have meant, for the end of a message."""
+        if type(name) is str and name in _FLA_NAMES:
+            return "; kdacore.compat.fla has flash-linear-attention's functions, kdacore.integrations.fla its layers"
+        return did_you_mean(name, self._backends)
 
     def hooks(self) -> Any:
         """pluggy's hook callers."""

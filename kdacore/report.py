@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 OK = 0
@@ -37,9 +39,76 @@ def console(file: Any = None) -> Console:
     return Console(file=file or sys.stdout, soft_wrap=True, highlight=False, markup=False)
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 2) -> Text:
-    """Left-aligned columns; numbers arrive formatted. Words with a meaning of their own are coloured."""
+PLAIN_WIDTH = 100
+"""Columns of what people read where there is no terminal, whose own width counts."""
+
+
+def width_of(out: Console) -> int:
+    """Columns that text for people may take."""
+    return out.width if out.is_terminal else PLAIN_WIDTH
+
+
+def hanging(start: str, text: str, out: Console) -> Text:
+    """A line that begins with ``start``, its continuations indented as far as it is long, if that leaves them room."""
+    width = width_of(out)
+    indent = min(len(start), width // 3)
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return Text("\n".join(lines) or start.rstrip())
+
+
+def wrapped(text: str, out: Console) -> Text:
+    """Lines of which those that are too long go on indented."""
+    lines = text.splitlines()
+    indents = [line[: len(line) - len(line.lstrip(" ->"))] for line in lines]
+    return Text("\n").join(
+        [
+            hanging(indent, line[len(indent) :], out) if len(line) > width_of(out) else Text(line)
+            for indent, line in zip(indents, lines, strict=True)
+        ]
+    )
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], out: Console, indent: int = 2) -> Text:
+    """Left-aligned columns; numbers arrive formatted. Words with a meaning of their own are coloured.
+
+    Args:
+        headers: of the columns; all empty for none.
+        rows: their cells.
+        out: where it is printed. On a terminal cells are folded to its width.
+        indent: blanks before each line.
+    """
     body = [[str(cell) for cell in row] for row in rows]
+    there = [i for i, header in enumerate(headers) if header or any(row[i] for row in body)]
+    headers, body = [headers[i] for i in there], [[row[i] for i in there] for row in body]
+    return _folded(headers, body, out, indent) if out.is_terminal else _plain(headers, body, indent)
+
+
+def _folded(headers: Sequence[str], body: Sequence[Sequence[str]], out: Console, indent: int) -> Text:
+    made = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(headers), header_style="bold"
+    )
+    for header in headers:
+        made.add_column(header, overflow="fold")
+    for row in body:
+        made.add_row(*[Text(cell, style=_STYLES.get(cell, "")) for cell in row])
+    width = out.options.update(width=out.width - indent, no_wrap=False, overflow="fold")
+    text = Text()
+    for line in out.render_lines(made, width, pad=False):
+        text.append(" " * indent)
+        for segment in line:
+            text.append(segment.text, style=segment.style)
+        text.append("\n")
+    return text
+
+
+def _plain(headers: Sequence[str], body: Sequence[Sequence[str]], indent: int) -> Text:
     widths = [max(len(line[i]) for line in [list(headers), *body]) for i in range(len(headers))]
     text = Text()
     if any(headers):
@@ -47,8 +116,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 2
     for row in body:
         text.append(" " * indent)
         for i, cell in enumerate(row):
-            last = i == len(row) - 1
-            text.append(cell if last else cell.ljust(widths[i] + 2), style=_STYLES.get(cell, ""))
+            text.append(cell.ljust(widths[i] + 2), style=_STYLES.get(cell, ""))
+        text.rstrip()
         text.append("\n")
     return text
 

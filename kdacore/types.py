@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -568,9 +569,8 @@ class Reason:
     want: str = ""
 
     def __str__(self) -> str:
-        detail = "; ".join(
-            p for p in (f"got {self.got}" * bool(self.got), f"wanted {self.want}" * bool(self.want)) if p
-        )
+        named = (("got", self.got), ("wanted", self.want))
+        detail = "; ".join([f"{word} {said}" for word, said in named if said and said not in self.message])
         return f"[{self.code}] {self.message}" + (f" ({detail})" if detail else "")
 
 
@@ -693,6 +693,9 @@ class OpImpl:
     verifiers: tuple[Verifier, ...] = ()
     """What else has to hold: shapes, hardware, dtype pairs, memory. :mod:`kdacore.verifiers` has the common ones."""
     cost: Cost | None = None
+    """``cost(request)``: predicted seconds of one call on ``request.device``, or None where it cannot say. Reads what a
+    verifier may read, and is asked at every new length, so it is to take microseconds. Without it the cost tables of
+    ``kdacore tune`` count."""
     verified_archs: frozenset[str] = frozenset()
     """Architectures this op's tests have run on for real; ``"*"`` for portable code. Others are *compiled only*."""
     batch_invariant: bool = False
@@ -786,6 +789,8 @@ class Candidate:
     form: str = ""
     """The form in which it would serve the call, and the numbers that decide (:attr:`OpImpl.form`). Empty where the
     backend has one form, where it cannot serve the call, and in selections of calls that nobody asked about."""
+    remedies: tuple[str, ...] = ()
+    """The lines that install the packages among ``lacking``."""
 
     @property
     def supported(self) -> bool:
@@ -820,19 +825,33 @@ class Selection:
         for c in self.candidates:
             mark = "->" if c.backend == self.backend else "  "
             if c.supported:
-                cost = "cost unknown" if c.cost is None else f"{c.cost * 1e3:.3g} ms"
-                lines.append(
-                    f"{mark} {c.backend}: supported, {cost}" + ("" if c.verified else ", compiled only")
-                )
+                verified = "" if c.verified else ", compiled only"
+                lines.append(f"{mark} {c.backend}: supported, {_time(c)}{verified}")
                 lines += [f"     form {c.form}"] if c.form else []
                 lines += [f"     cost {c.cost_source}"] if c.cost_source else []
                 lines += [f"     assumed, not here: {what}" for what in c.lacking]
             else:
                 lines.append(f"{mark} {c.backend}: not supported")
                 lines += [f"     {reason}" for reason in c.reasons]
-        form = next((c.form for c in self.candidates if c.backend == self.backend), "")
+        chosen = next((c for c in self.candidates if c.backend == self.backend), None)
+        form = "" if chosen is None else chosen.form
         lines.append(f"chosen: {self.backend or 'none'}{form and f', {form}'} ({self.why})")
+        if chosen is not None and chosen.lacking:
+            lines.append(_elsewhere(chosen, r.device.arch or r.device.type))
         return "\n".join(lines)
+
+
+def _elsewhere(chosen: Candidate, hardware: str) -> str:
+    """What runs on hardware that is not here, and the lines that install what it needs."""
+    extras = sorted({name for text in chosen.remedies for name in re.findall(r"kdacore\[\w+\]", text)})
+    needs = f"on {hardware}" + f" with {' and '.join(extras)}" * bool(extras)
+    ran = [chosen.backend, chosen.form.partition(":")[0], _time(chosen)]
+    install = "".join([f"; {text}" for text in dict.fromkeys(chosen.remedies)])
+    return f"{needs}: {', '.join(filter(None, ran))}{install}"
+
+
+def _time(c: Candidate) -> str:
+    return "cost unknown" if c.cost is None else f"{c.cost * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)

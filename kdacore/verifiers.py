@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from kdacore.config import device_arch as device_arch
 from kdacore.types import Reason, Request, Verifier
 from kdacore.types import reads_no_lengths as reads_no_lengths
 
@@ -119,17 +120,18 @@ def compute_capability(minimum: int) -> Verifier:
 
 
 def architectures(*names: str) -> Verifier:
-    """The device's architecture is one of these, for example ``"sm_90"`` or ``"v5e"``.
+    """The device's architecture is one of these, for example ``"sm_90"`` (or ``"sm_90a"``) or ``"v5e"``.
 
     Reason code: ``hardware``.
     """
+    served = tuple([device_arch(name) for name in names])
 
     @reads_no_lengths
     def verify_architectures(request: Request) -> Reason | None:
-        if request.device.arch in names:
+        if request.device.arch in served:
             return None
         got = request.device.arch or "an unknown architecture"
-        return Reason("hardware", "has kernels for other architectures", got, " or ".join(names))
+        return Reason("hardware", "has kernels for other architectures", got, " or ".join(served))
 
     return verify_architectures
 

@@ -46,6 +46,32 @@ def _configuration_of_this_test_alone() -> Iterator[None]:
         config.refresh()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cpus_without_cost_tables() -> None:
+    """Backends that tests make up for CPUs state no cost, so rank decides about them; see ``cpu_costs``."""
+    from kdacore.dispatch import cost_tables
+
+    cost_tables.CPU = "none"
+
+
+@pytest.fixture
+def cpu_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Cost tables count on CPUs, as they do outside of tests: the shipped one, and those in the folder."""
+    from kdacore import config
+    from kdacore.dispatch import cost_tables
+
+    def anew() -> None:
+        cost_tables.shipped.cache_clear()
+        config.refresh()
+
+    monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cost_tables, "CPU", "cpu")
+    anew()
+    yield tmp_path / "costs"
+    monkeypatch.undo()
+    anew()
+
+
 def pytest_collection_finish() -> None:
     """What was imported lives until the end, so the garbage collector need not look through it again and again, nor
     look as often as by default at what tracing makes: that took a tenth of the time of tests with JAX."""

@@ -28,7 +28,8 @@ class ShapeDtype:
         dtype: canonical name, for example ``"bfloat16"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"tpu"``, ..., or a ``torch.device``.
         kind: ``"numpy"``, ``"torch"`` or ``"jax"``: the library the real call would use.
-        arch: architecture of that device, for example ``"sm_90"``; ``KDACORE_ARCH`` when empty.
+        arch: architecture of that device, for example ``"sm_90"``, or ``"sm_90a"`` for the same; ``KDACORE_ARCH``
+            when empty.
         requires_grad: whether the real array would need a gradient.
 
     Raises:
@@ -110,7 +111,7 @@ class _SpecAdapter:
 
     def device(self, x: ShapeDtype) -> Device:
         kind, _, index = x.device.partition(":")
-        arch = "" if kind == "cpu" else x.arch or config.get().arch
+        arch = "" if kind == "cpu" else config.device_arch(x.arch) or config.get().arch
         return Device(kind, int(index or 0), arch)
 
     def placed(self, x: ShapeDtype) -> bool:

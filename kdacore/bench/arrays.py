@@ -27,6 +27,8 @@ def has_pool(case: Case) -> bool:
 
 def options(case: Case) -> dict[str, Any]:
     """The options of the public call."""
+    if case.plain:
+        return {}
     given: dict[str, Any] = {
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": case.gate_inside,
@@ -81,6 +83,9 @@ def make(case: Case, gates: str, device: str) -> Arrays:
     def convert(name: str, values: Any) -> None:
         x[name] = to_kind(values, case.kind, wanted[name].dtype, device)
 
+    if case.plain:  # as models have them; the call does not normalise
+        k = to_float64(x["k"])
+        convert("k", k / np.linalg.norm(k, axis=-1, keepdims=True))
     heads, *channels = wanted["g"].shape[2:]
     A_log = np.log(rng.uniform(1, 16, heads))
     dt_bias = _bias(rng, gates, (heads, *channels))

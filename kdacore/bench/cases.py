@@ -57,6 +57,8 @@ class Case:
     """The call computes the decay and beta from raw inputs. False: the caller has done so, with an unbounded gate, and
     gives the log decay in float32."""
     gate_sets: tuple[str, ...] = GATE_SETS
+    plain: bool = False
+    """No options: every implementation of the op serves the call. With ``gate_inside=False`` and ``pool=False``."""
     disable_recompute: bool = False
     initial_state: bool = False
     """A state to start from, for each sequence."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kdacore.progress import within
+
 Step = Callable[[], Any]
 
 
@@ -50,6 +52,8 @@ def interleave(steps: dict[str, Step], sample: Callable[[Step], float], budget: 
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             found[name].append(sample(steps[name]))
+        spent = (time.perf_counter() - begun) / budget.seconds
+        within(0.5 + 0.5 * max((turn + 1) / budget.samples, min(spent, 1.0)))
     return {name: summary(samples) for name, samples in found.items()}
 
 

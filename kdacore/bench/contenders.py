@@ -49,6 +49,8 @@ def kdacore_contenders(case: Case, device: str, only: tuple[str, ...]) -> list[C
         if only and name not in only:
             continue
         refusal = "; ".join(f"[{r.code}] {r.message}" for r in candidate.reasons)
+        if not refusal and candidate.lacking and device.startswith("cpu"):
+            refusal = f"not here: {'; '.join(candidate.lacking)}"
         if not refusal and name == "reference" and not device.startswith("cpu") and not only:
             refusal = "not timed on an accelerator unless named"
         if not refusal and case.phase == "graph" and not REGISTRY.get(name).backend.capturable:

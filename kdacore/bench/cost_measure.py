@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from kdacore import files
 from kdacore.bench import arrays as made
 from kdacore.bench import gate, runner
@@ -22,6 +24,7 @@ from kdacore.bench.contenders import described, kdacore_contenders
 from kdacore.calls import requests
 from kdacore.dispatch import cost
 from kdacore.dispatch.cost_tables import Columns, Group, Table, Variant
+from kdacore.dispatch.selection import auto_may_choose
 from kdacore.registry import REGISTRY
 from kdacore.types import Device
 
@@ -100,7 +103,7 @@ def measure(
     cases: Sequence[Case],
     device: str,
     budget: Budget,
-    clock: Callable[[], Sample],
+    clock: Callable[[Case], Sample],
     seconds: float,
 ) -> Iterator[Case]:
     """Time the cases that are still missing, yielding each before it is timed; none begins after ``seconds``."""
@@ -112,7 +115,7 @@ def measure(
             return
         yield case
         try:
-            measured.seconds[case.name] = seconds_of(case, device, budget, clock())
+            measured.seconds[case.name] = seconds_of(case, device, budget, clock(case))
         except DisagreementError as error:
             measured.disagreements.append(str(error))
             continue
@@ -127,7 +130,12 @@ def seconds_of(case: Case, device: str, budget: Budget, clock: Sample) -> dict[s
     Raises:
         DisagreementError: two backends differ by more than their error bounds together.
     """
-    able = [(c.name, c, c.call) for c in kdacore_contenders(case, device, ()) if not c.refusal and c.call]
+    request = requests.request_of(described(case, device))
+    able = [
+        (c.name, c, c.call)
+        for c in kdacore_contenders(case, device, ())
+        if c.call and not c.refusal and auto_may_choose(_backend(c.name), request)
+    ]
     steps: dict[str, Step] = {}
     results: dict[str, list[Any]] = {}
     try:
@@ -148,7 +156,11 @@ def seconds_of(case: Case, device: str, budget: Budget, clock: Sample) -> dict[s
         if not _is_out_of_memory(error):
             raise
         return {}
-    return {name.removeprefix("kdacore "): timing.median for name, timing in timings.items()}
+    return {_backend(name): timing.median for name, timing in timings.items()}
+
+
+def _backend(contender: str) -> str:
+    return contender.removeprefix("kdacore ")
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -171,6 +183,9 @@ def hold_together(case: Case, results: dict[str, list[Any]]) -> None:
 
 
 def _relative_difference(one: Any, another: Any) -> float:
-    """The norm of the difference over that of the first, computed where the tensors lie."""
-    a, b = one.detach().float(), another.detach().float()
-    return float((a - b).norm() / a.norm().clamp_min(1e-30))
+    """The norm of the difference over that of the first, of tensors computed where they lie."""
+    if hasattr(one, "detach"):
+        a, b = one.detach().float(), another.detach().float()
+        return float((a - b).norm() / a.norm().clamp_min(1e-30))
+    a, b = (np.asarray(x, np.float64) for x in (one, another))
+    return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-30)

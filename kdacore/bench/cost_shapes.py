@@ -14,6 +14,8 @@ from itertools import product
 from typing import Any
 
 from kdacore.bench.cases import Case
+from kdacore.machine import version_of
+from kdacore.types import ArrayKind
 
 Fields = dict[str, Any]
 
@@ -53,9 +55,50 @@ _RECURRENT_ITEMS = ((1, 8), (1, 32), (8, 32), (32, 32), (256, 32))
 _FEW_RECURRENT_ITEMS = ((1, 32), (256, 32))
 
 
-def cases() -> list[Case]:
-    """Every call of a table, the most telling first."""
+LARGEST_ON_CPU = 1 << 13
+_CPU_TOKENS = (1, 16, 256, 4096)
+_CPU_ITEMS = ((1, 2), (4, 8))
+_CPU_RECURRENT_TOKENS = (1, 16)
+_CPU_HEAD_DIMS = (32, 128)
+"""Times of other head dims are taken in proportion to K * V."""
+
+
+def cases(device_type: str) -> list[Case]:
+    """Every call of a table for devices of a type, the most telling first."""
+    if device_type == "cpu":
+        kinds = [kind for kind in CPU_KINDS if kind == "numpy" or version_of(kind)]
+        return [case for kind in kinds for case in cpu_cases(kind)]
     return [*_chunk(), *_training(), *_recurrent()]
+
+
+CPU_KINDS: tuple[ArrayKind, ...] = ("numpy", "torch", "jax")
+
+
+def cpu_cases(kind: ArrayKind) -> Iterator[Case]:
+    """Calls without options, which every backend for CPUs serves, so that all can be compared. Few of JAX, which
+    compiles each."""
+    few = kind == "jax"
+    tokens, decoded = (_CPU_TOKENS[1:3], (1,)) if few else (_CPU_TOKENS, _CPU_RECURRENT_TOKENS)
+    for K in _CPU_HEAD_DIMS[few:]:
+        plain: Fields = {"K": K, "V": K, "kind": kind, "dtype": "float32", "gate": "softplus"}
+        plain |= {"gate_inside": False, "pool": False, "plain": True}
+        for op in ("chunk_kda", "chunk_gated_delta_rule"):
+            for sizes in _grid(tokens, _CPU_ITEMS, LARGEST_ON_CPU):
+                yield _cpu_case(op, sizes, plain)
+        for op in ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule"):
+            for sizes in _grid(decoded, _CPU_ITEMS, LARGEST_ON_CPU):
+                yield _cpu_case(op, sizes, {**plain, "phase": "decode"})
+        if kind == "torch":
+            for sizes in _grid(tokens[1:3], _CPU_ITEMS, LARGEST_ON_CPU):
+                yield _cpu_case("chunk_kda", sizes, {**plain, "phase": "training"})
+
+
+def _cpu_case(op: str, sizes: Fields, fields: Fields) -> Case:
+    phase = " training" if fields.get("phase") == "training" else ""
+    words = [f"{name}={value}" for name, value in {**sizes, "K": fields["K"]}.items()]
+    return Case(
+        name=f"{fields['kind']} {op}{phase} {' '.join(words)}", op=op, gate_sets=("init",), **sizes, **fields
+    )
 
 
 def _case(**fields: Any) -> Case:

@@ -131,11 +131,10 @@ def _figures(rows: dict[str, Row], judged: bool) -> list[Figure]:
         if steps.seconds:
             ratio = steps.seconds / forward.seconds
             figure(
-                "chunked forward over the float32 token loop",
+                "chunked forward over fused_recurrent_kda",
                 ratio,
                 "",
                 None,
-                "fused_recurrent_kda on the same backend",
             )
         if training.seconds:
             ratio = training.seconds / forward.seconds

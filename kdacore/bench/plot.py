@@ -6,12 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from kdacore.bench.palette import colours_of
 from kdacore.bench.results import duration
 
-COLOURS = (
-    "#2a6f97", "#e07a5f", "#81b29a", "#b08968", "#6d597a", "#adb5bd", "#90c2e7",
-    "#f2b5a0", "#3d6b52", "#e3cfa8", "#c3a6cf", "#5f676e", "#8c2f39", "#d4a017",
-)  # fmt: skip
 WIDE_RANGE = 1000.0
 """Medians further apart than this are drawn on a logarithmic axis."""
 
@@ -31,7 +28,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         raise PlotError("no row of these results was timed")
     groups = list(dict.fromkeys(_group(row) for row in rows))
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(contenders)}
+    colour = colours_of(contenders)
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.3 * len(rows) + 0.15 * len(groups)))
     longest = max(row["seconds"] for row in rows)
     unit, scale = ("milliseconds", 1e3) if longest >= 1e-3 else ("microseconds", 1e6)

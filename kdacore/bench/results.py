@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from kdacore import files, machine, report
 
 SCHEMA = 1
@@ -141,19 +144,26 @@ def duration(seconds: float | None) -> str:
     return f"{seconds * 1e6:.2f} us"
 
 
+def span(low: float, high: float) -> str:
+    """``1.234 .. 1.456 ms``, in the unit of the larger."""
+    unit = duration(high).split()[1]
+    scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
+    return f"{low * scale:.4g} .. {high * scale:.4g} {unit}"
+
+
 def _ran(row: Row) -> str:
     """The backend, and the name of its form."""
     form = row.form.partition(":")[0]
     return row.backend + (form and f", {form}") + " (auto)" * row.auto
 
 
-def row_table(rows: list[Row]) -> Any:
+def row_table(rows: list[Row], out: Console) -> Any:
     """What was timed or failed, as an aligned table; what was skipped, once for each reason, below it."""
     skipped: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.status == "skipped":
             skipped.setdefault((row.contender, row.note), []).append(row.case)
-    headers = ("case", "gates", "contender", "ran", "median", "quartiles", "n", "peak", "error", "", "")
+    headers = ("case", "gates", "contender", "ran", "median", "quartiles", "peak", "error", "", "")
     cells = [
         (
             row.case,
@@ -161,8 +171,7 @@ def row_table(rows: list[Row]) -> Any:
             row.contender,
             _ran(row),
             duration(row.seconds),
-            "" if row.seconds is None else f"{duration(row.low)} .. {duration(row.high)}",
-            str(row.samples or ""),
+            "" if row.seconds is None else span(row.low or 0.0, row.high or 0.0),
             "" if row.peak_bytes is None else report.size(row.peak_bytes),
             "" if row.error is None else f"{row.error:.1e}",
             row.status,
@@ -171,15 +180,23 @@ def row_table(rows: list[Row]) -> Any:
         for row in rows
         if row.status != "skipped"
     ]
-    text = report.table(headers, cells)
+    text, hidden = Text(), 0
+    if len(cells) > 1 and len({row[:2] for row in cells}) == 1:  # said once: the table is narrower
+        text.append(f"  {cells[0][0]}, gates {cells[0][1]}\n")
+        hidden = 2
+    text.append_text(report.table(headers[hidden:], [row[hidden:] for row in cells], out))
     for (contender, note), names in skipped.items():
         where = names[0] if len(names) == 1 else f"{len(names)} rows"
         text.append(f"  skipped {contender} ({where}): {note}\n", style="yellow")
     return text
 
 
-def figure_table(figures: list[Figure]) -> Any:
-    """The figures, each beside what was asked for."""
+def figure_table(figures: list[Figure], out: Console, judged: bool) -> Any:
+    """The figures. ``judged``: each beside what was promised of it on the hardware that its preset is for."""
     marks = {True: "met", False: "MISSED", None: ""}
+    if not judged:
+        return report.table(
+            ("figure", "measured", ""), [(f.name, f"{f.value:.4g} {f.unit}", f.note) for f in figures], out
+        )
     cells = [(f.name, f"{f.value:.4g} {f.unit}", f.want, marks[f.met], f.note) for f in figures]
-    return report.table(("figure", "measured", "wanted", "", ""), cells)
+    return report.table(("figure", "measured", "wanted", "", ""), cells, out)

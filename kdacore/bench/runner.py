@@ -14,6 +14,7 @@ from kdacore.bench.cases import Case, Goal
 from kdacore.bench.clock import Budget, Step, Timing
 from kdacore.bench.contenders import Contender, kdacore_contenders, peer_contenders
 from kdacore.bench.results import Figure, Results, Row
+from kdacore.progress import within
 
 SAME_TIME = 1.1
 """Two medians closer than this count as the same."""
@@ -57,7 +58,8 @@ def run_case(
     }
     ready: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for c in contenders:
+    for i, c in enumerate(contenders):
+        within(0.5 * i / len(contenders))  # the other half is for the timings
         row = rows[c.name] = {**about, "contender": c.name, "auto": c.auto, "note": c.note}
         if c.refusal or c.call is None:
             row.update(status="skipped", note=c.refusal)

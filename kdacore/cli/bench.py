@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdacore import report
 from kdacore.bench import cases, choice, plot, results, runner
@@ -19,8 +18,10 @@ from kdacore.bench.peers import PEERS
 from kdacore.bench.results import Results
 from kdacore.cli import call_arguments
 from kdacore.cli.time_limit import not_terminated
+from kdacore.errors import did_you_mean
 from kdacore.files import writable
 from kdacore.machine import version_of
+from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
 from kdacore.testing.capabilities import has_device
 from kdacore.types import ArrayKind
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="shrink every case: does it run at all?")
     add("--samples", type=int, default=30, help="timings of each contender (default 30)")
     add("--seconds", type=float, default=20.0, help="at most this long a case (default 20)")
-    add("--check", action="store_true", help="exit 1 when a promised figure is missed")
+    add("--check", action="store_true", help="compare with promised figures; exit 1 when one is missed")
     add(
         "--shape",
         type=call_arguments.shape,
@@ -106,12 +107,12 @@ def _report(
     if not found.rows:
         print("kdacore bench: no case is left to time (--only, --gates)", file=sys.stderr)
         return report.USAGE
-    out.print(results.row_table(found.rows))
+    out.print(results.row_table(found.rows, out))
     timed = any(row.seconds is not None for row in found.rows)
     if not timed:
         print("kdacore bench: nothing could be timed; the rows say why", file=sys.stderr)
     if found.figures:
-        out.print(results.figure_table(found.figures))
+        out.print(results.figure_table(found.figures, out, judged=args.check))
     if args.json or args.plot:
         document = results.document(found, presets, before, complete=not interrupted)
         if args.json:
@@ -129,14 +130,13 @@ def _report(
 
 def _fill(found: Results, presets: list[str], args: argparse.Namespace) -> None:
     """Run the presets one piece of work after another, under a progress bar."""
-    with _progress() as progress:
+    work = {preset: list(_work(preset, args)) for preset in presets}
+    with Bar("bench", sum(map(len, work.values()))) as bar:
         for preset in presets:
-            work = list(_work(preset, args))
-            task = progress.add_task(preset, total=len(work))
-            for what, step in work:
-                progress.update(task, description=f"{preset}: {what}")
+            for what, step in work[preset]:
+                bar.begin(f"{preset}: {what}")
                 found.add(step())
-                progress.advance(task)
+                bar.advance()
             if preset.startswith("h200-"):
                 found.figures += runner.gate_dependence(preset, found.rows)
                 found.figures += runner.goals_of_other_cases(preset, PRESETS.get(preset, ()), found.rows)
@@ -155,13 +155,15 @@ _FIXED = ("cpu", "xla", "dispatch", "import")
 def _senseless(args: argparse.Namespace) -> str | None:
     """What is wrong with the arguments themselves, found before anything is timed."""
     if unknown := [name for name in args.presets if name not in (*SPECIAL, *PRESETS)]:
-        return f"no preset {', '.join(unknown)}; --list shows them"
+        meant = did_you_mean(unknown[0], (*SPECIAL, *PRESETS))
+        return f"no preset {', '.join(unknown)}; --list shows them{meant}"
     if args.shape and args.presets:
         return "give presets, or --shape, not both"
     if args.samples < 1 or not args.seconds > 0:
         return f"{'--samples' if args.samples < 1 else '--seconds'} must be positive"
     if unknown := [name for name in _names(args.backend) if name not in REGISTRY.backends()]:
-        return f"--backend: no backend {', '.join(unknown)}; there are {', '.join(REGISTRY.backends())}"
+        there, meant = ", ".join(REGISTRY.backends()), did_you_mean(unknown[0], REGISTRY.backends())
+        return f"--backend: no backend {', '.join(unknown)}; there are {there}{meant}"
     peers = ("none", *(peer.distribution for peer in PEERS))
     if unknown := [name for name in _names(args.peer) if name not in peers]:
         return f"--peer: no peer {', '.join(unknown)}; there are {', '.join(peers)}"
@@ -206,11 +208,6 @@ def _kind(own: ArrayKind, preset: str, args: argparse.Namespace) -> ArrayKind:
         return kind
     anything_will_do = preset in ("quick", "shape")
     return "numpy" if anything_will_do and not version_of(own) else own
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _work(preset: str, args: argparse.Namespace) -> Iterator[Work]:
@@ -317,7 +314,7 @@ def _list(out: Console) -> None:
             )
             for c in listed
         ]
-        out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, indent=4), end="")
+        out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, out, indent=4), end="")
 
 
 def _goal(goal: Goal) -> str:

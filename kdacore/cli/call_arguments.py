@@ -7,8 +7,8 @@ import dataclasses
 import re
 from typing import Any
 
-from kdacore import feature_matrix
-from kdacore.argument_types import at_least
+from kdacore import config, feature_matrix
+from kdacore.argument_types import at_least, one_of
 from kdacore.arrays.specs import DEVICE
 from kdacore.calls.description import CallDescription, options
 from kdacore.calls.pools import Pool
@@ -36,9 +36,11 @@ _HELP = {
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """The arguments that describe one call; with ``required`` the op is positional."""
     if required:
-        parser.add_argument("op", choices=tuple(OPS), metavar="OP", help=f"one of {', '.join(OPS)}")
+        parser.add_argument("op", type=one_of(OPS, "op"), metavar="OP", help=f"one of {', '.join(OPS)}")
     else:
-        parser.add_argument("--op", choices=tuple(OPS), metavar="OP", help="also explain one call of this op")
+        parser.add_argument(
+            "--op", type=one_of(OPS, "op"), metavar="OP", help="also explain one call of this op"
+        )
     add = parser.add_argument
     add("--shape", type=shape, metavar=SIZES, help=f"sizes, default 1,4096,16,16,128,128 ({SIZES})")
     add("--dtype", default="bfloat16", help="dtype of q, k, v, g and beta (default bfloat16)")
@@ -158,7 +160,7 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         op=op,
         kind=args.kind,
         device=where,
-        arch=args.arch or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
+        arch=config.device_arch(args.arch) or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
         shape=shape,
         dtype=args.dtype,
         gate_dtype=args.dtype,

@@ -97,7 +97,7 @@ def _demo(out: Any, text: bytes, tail: int, backend: str | None) -> int:
         (r.what, r.backend, str(r.tokens), f"{r.seconds:.3f}", f"{r.tokens / r.seconds:,.0f}")
         for r in (whole, first, second)
     ]
-    out.print(report.table(("run", "backend", "tokens", "seconds", "tokens/s"), rows))
+    out.print(report.table(("run", "backend", "tokens", "seconds", "tokens/s"), rows, out))
 
     checked = min(len(text), ORACLE_TOKENS)
     expected = oracle(x, checked)
@@ -117,7 +117,7 @@ def _demo(out: Any, text: bytes, tail: int, backend: str | None) -> int:
         (what, f"{error:.1e}", f"{bound:.0e}", "ok" if error <= bound else "FAILED")
         for what, error, bound in checks
     ]
-    out.print(report.table(("relative error", "measured", "bound", ""), verdicts))
+    out.print(report.table(("relative error", "measured", "bound", ""), verdicts, out))
     if checked < len(text):
         out.print(f"  the oracle read the first {checked} tokens\n")
     out.print("prefill + decode is NOT one pass" if failed else "prefill + decode equals one pass")

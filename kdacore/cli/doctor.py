@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kdacore import config, feature_matrix, integrations, machine, plugin_faults
 from kdacore.calls.description import CallDescription
 from kdacore.cli import call_arguments, doctor_costs, doctor_selfcheck
 from kdacore.dispatch import selection
-from kdacore.errors import ConfigError, PerformanceWarning, PluginError, list_names
+from kdacore.errors import ConfigError, PerformanceWarning, PluginError, did_you_mean, list_names
 from kdacore.feature_matrix import explain_call
 from kdacore.machine import Machine
 from kdacore.registry import (
@@ -42,12 +43,19 @@ from kdacore.types import Backend
 
 SCHEMA = 1
 """Version of the report's layout; raised when a field changes its meaning or goes away."""
+SCHEMA_FILE = "doctor.schema.json"
+"""The layout as JSON Schema, beside this file."""
 
 Report = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all there is to say of these backends")
+    parser.add_argument("-v", "--verbose", action="store_true", help="the whole report, not its summary")
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of --json, and nothing else"
+    )
     parser.add_argument(
         "--no-selfcheck", action="store_true", help="do not run the backends against the oracle"
     )
@@ -55,8 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kdacore.cli.doctor_text import render
-
+    if args.schema:
+        print(resources.files("kdacore.cli").joinpath(SCHEMA_FILE).read_text(encoding="utf-8"), end="")
+        return report.OK
+    for name in args.names:
+        REGISTRY.get(name, "doctor", "NAME")
     about_a_call = args.op or args.shape
     if not about_a_call and (stray := call_arguments.given(args)):
         print(f"kdacore doctor: {', '.join(stray)}: about a call; --op says which", file=sys.stderr)
@@ -64,13 +75,27 @@ def run(args: argparse.Namespace) -> int:
     call = call_arguments.call_of(args) if about_a_call else None
     spinner = Console(stderr=True).status("looking at the machine, the plugins and what they compute")
     with spinner, _stdout_aside():  # what plugins print is no part of the report
-        found = collect(selfchecks=not args.no_selfcheck, call=call, backend=args.backend)
+        found = collect(not args.no_selfcheck, call, args.backend, tuple(args.names))
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        render(found, report.console())
+        _print(found, args)
     status: int = found["exit"]
     return status
+
+
+def _print(found: Report, args: argparse.Namespace) -> None:
+    from kdacore.cli import doctor_summary, doctor_text
+
+    out = report.console()
+    if args.names:
+        doctor_summary.verdict(found, out)
+        doctor_text.render_backends(found, args.names, out)
+    elif args.verbose:
+        doctor_summary.verdict(found, out)
+        doctor_text.render(found, out)
+    else:
+        doctor_summary.render(found, out)
 
 
 @contextlib.contextmanager
@@ -139,9 +164,19 @@ def _import_in_child(distribution: str, name: str) -> str:
 
 
 def collect(
-    *, selfchecks: bool = True, call: CallDescription | None = None, backend: str | None = None
+    selfchecks: bool = True,
+    call: CallDescription | None = None,
+    backend: str | None = None,
+    names: tuple[str, ...] = (),
 ) -> Report:
-    """Look at everything. ``problems`` is empty exactly when ``exit`` is 0."""
+    """Look at everything. ``problems`` is empty exactly when ``exit`` is 0.
+
+    Args:
+        selfchecks: run the backends against the oracle.
+        call: also explain this call.
+        backend: the one it is forced on.
+        names: of the backends that are run; all of them where empty.
+    """
     problems: list[dict[str, str]] = []
 
     def problem(where: str, what: str) -> None:
@@ -169,14 +204,16 @@ def collect(
         found["caches"] = _caches()
         found["costs"] = doctor_costs.rows(where, problem)
         available = {b["name"] for b in found["backends"] if b["status"] == "available"}
-        usable = [r for r in registered if r.backend.name in available]
+        usable = [
+            r for r in registered if r.backend.name in available and r.backend.name in (names or available)
+        ]
         found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []
         found["selfchecks_run"] = selfchecks
         found["refusals"] = [refusal._asdict() for refusal in selfcheck.refusals()]
         found["checks"] = _plugin_checks(problem)
         if call is not None:
             found["call"] = _call(call, backend)
-        _choose(registered, where)
+        found["passed_over"] = _passed_over(registered, where)
         for raised in plugin_faults.faults():
             problem(raised.where, raised.what)
     found["problems"] = problems
@@ -220,8 +257,12 @@ def _environment(faults: dict[str, ConfigError], problem: Any) -> list[dict[str,
             f"names {name!r}, which is no third-party plugin here{hint}",
         )
     unknown = list(config.unknown())
-    rows += [{"name": n, "value": os.environ[n], "meaning": "not a variable kdacore reads"} for n in unknown]
+    rows += [{"name": n, "value": os.environ[n], "meaning": _not_read(n)} for n in unknown]
     return rows
+
+
+def _not_read(variable: str) -> str:
+    return f"not a variable kdacore reads{did_you_mean(variable, config.VARIABLES)}"
 
 
 def _integrations(problem: Any) -> list[dict[str, Any]]:
@@ -367,8 +408,12 @@ def _call(call: CallDescription, backend: str | None) -> dict[str, Any]:
         return {"text": str(error)}  # the variable is among the problems already
 
 
-def _choose(registered: list[Registered], where: Machine) -> None:
-    """Let ``kdacore_choose`` decide a plain call at each place, so that a hook that raises is reported."""
+def _passed_over(registered: list[Registered], where: Machine) -> list[dict[str, str]]:
+    """The backends of others that automatic choice passes over in plain calls, since their cost is not known.
+
+    ``kdacore_choose`` is asked on the way, so that a hook that raises is reported.
+    """
+    rows: dict[str, dict[str, str]] = {}
     places = dict.fromkeys(place for r in registered for place in feature_matrix.places_of(r.backend, where))
     with warnings.catch_warnings():
         for listed in (RuntimeWarning, PerformanceWarning):  # the report says it too
@@ -378,7 +423,11 @@ def _choose(registered: list[Registered], where: Machine) -> None:
                 request = feature_matrix.request_of(
                     feature_matrix.at(feature_matrix.plain_calls(op)[-1], place)
                 )
-                selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
+                found = selection.decide(request, selection.Policy(), run_selfchecks=False, assumed=True)
+                for name in selection.passed_over(found):
+                    text = selection.passed_over_text(name, found)
+                    rows.setdefault(name, {"backend": name, "op": op, "on": str(place), "what": text})
+    return list(rows.values())
 
 
 _MOST_CHECKS = 1000

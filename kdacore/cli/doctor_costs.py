@@ -7,7 +7,7 @@ from typing import Any
 
 from kdacore.dispatch import cost_tables
 from kdacore.dispatch.cost_tables import Table
-from kdacore.machine import Machine
+from kdacore.machine import Machine, cpu_name
 
 Row = dict[str, Any]
 AGAIN = "`kdacore tune` measures it again"
@@ -15,7 +15,7 @@ AGAIN = "`kdacore tune` measures it again"
 
 def rows(where: Machine, problem: Callable[[str, str], None]) -> list[Row]:
     """One a table: those that ``kdacore tune`` wrote, then those that ship."""
-    here = {(a.arch, a.name) for a in where.accelerators if a.kind == "torch"}
+    here = {(a.arch, a.name) for a in where.accelerators if a.kind == "torch"} | {("", cpu_name())}
     own = list(cost_tables.own_tables())
     found = []
     for one in own:
@@ -29,10 +29,10 @@ def rows(where: Machine, problem: Callable[[str, str], None]) -> list[Row]:
             found.append(_row(str(one.path), one.table, status))
     measured = {(t.arch, t.device) for one in own if (t := one.table) is not None}
     for arch in cost_tables.shipped_archs():
-        users = sorted(name for a, name in here - measured if a == arch)
+        users = sorted(name for a, name in here - measured if (a or cost_tables.CPU) == arch)
         table = cost_tables.shipped(arch)
         status = f"used for {', '.join(users)}" if users else "not used here"
-        found.append(_row(f"shipped for {arch}", table, status))
+        found.append(_row(f"shipped for {'CPUs' if arch == cost_tables.CPU else arch}", table, status))
     return found
 
 

@@ -16,7 +16,7 @@ Rows = Sequence[Sequence[str]]
 
 def render(found: Report, out: Console) -> None:
     """Print every section."""
-    out.print(Text(f"kdacore doctor (report schema {found['schema']})\n", style="bold"))
+    out.print(Text(f"\nkdacore doctor (report schema {found['schema']})\n", style="bold"))
     _facts(out, "machine", found["machine"])
     _facts(out, "versions", found["versions"])
     if found["environment"]:
@@ -33,11 +33,9 @@ def render(found: Report, out: Console) -> None:
     _section(out, "caches", ("folder", "state", "files", "size"), rows)
     rows = [tuple(c[key] for key in ("table", "device", "when", "status")) for c in found["costs"]]
     _section(out, "cost tables for automatic choice", ("table", "measured on", "on", "status"), rows)
+    _passed_over(out, found["passed_over"])
     _selfchecks(out, found)
-    rows = [tuple(r[key] for key in ("backend", "op", "arch", "found", "file")) for r in found["refusals"]]
-    if rows:
-        headers = ("backend", "op", "on", "found", "calls like it go elsewhere, unless this file goes")
-        _section(out, "kernels not verified here that gave wrong results before", headers, rows)
+    _refusals(out, found["refusals"])
     if found["checks"]:
         rows = [
             (c["plugin"], c["name"], "ok" if c["passed"] else "FAILED", c["detail"]) for c in found["checks"]
@@ -49,9 +47,19 @@ def render(found: Report, out: Console) -> None:
     _problems(out, found)
 
 
+def render_backends(found: Report, names: Sequence[str], out: Console) -> None:
+    """Print what the report says of some backends."""
+    _backends(out, [b for b in found["backends"] if b["name"] in names])
+    _features(out, [a for a in found["features"] if a["backend"] in names])
+    of_them = [c for c in found["selfchecks"] if c["backend"] in names]
+    _selfchecks(out, {**found, "selfchecks": of_them})
+    _refusals(out, [r for r in found["refusals"] if r["backend"] in names])
+    _passed_over(out, [r for r in found["passed_over"] if r["backend"] in names])
+
+
 def _section(out: Console, title: str, headers: tuple[str, ...], rows: Rows) -> None:
     out.print(report.heading(title), end="")
-    out.print(report.table(headers, rows))
+    out.print(report.table(headers, rows, out))
 
 
 def _facts(out: Console, title: str, rows: list[dict[str, str]]) -> None:
@@ -68,7 +76,7 @@ def _integrations(out: Console, rows: list[Report]) -> None:
                 for h in row["hooks"]
             ]
             headers = ("function", "hooked into", "calls taken", "declined", "why the last was")
-            out.print(report.table(headers, counts))
+            out.print(report.table(headers, counts, out))
         elif row["host"]:
             out.print(f"  {row['name']}: import kdacore.integrations.{row['name']} hands over")
             out.print(f"    {', '.join(row['functions'])}")
@@ -120,7 +128,7 @@ def _features(out: Console, answers: list[Report]) -> None:
     names = list(dict.fromkeys(a["backend"] for a in answers))
     out.print(report.heading("what each backend serves, once all it requires is there"), end="")
     for ops, rows in _same_answers(answers, names):
-        out.print(report.table((ops[0], *names), rows), end="")
+        out.print(report.table((ops[0], *names), rows, out), end="")
         for other in ops[1:]:
             out.print(f"  and {other} the same")
         out.print()
@@ -159,6 +167,19 @@ def _selfchecks(out: Console, found: Report) -> None:
     ]
     headers = ("backend", "op", "where", "call", "hardware", "error", "bound", "", "")
     _section(out, "self-checks against the oracle", headers, rows)
+
+
+def _refusals(out: Console, refusals: list[Report]) -> None:
+    rows = [tuple(r[key] for key in ("backend", "op", "arch", "found", "file")) for r in refusals]
+    if rows:
+        headers = ("backend", "op", "on", "found", "calls like it go elsewhere, unless this file goes")
+        _section(out, "kernels not verified here that gave wrong results before", headers, rows)
+
+
+def _passed_over(out: Console, found: list[Report]) -> None:
+    rows = [(r["on"], r["op"], r["what"]) for r in found]
+    if rows:
+        _section(out, "passed over by automatic choice", ("on", "op", ""), rows)
 
 
 def _problems(out: Console, found: Report) -> None:

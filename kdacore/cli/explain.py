@@ -29,5 +29,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(call_arguments.selection_dict(selection), indent=1))
     else:
-        report.console().print(str(selection))
+        out = report.console()
+        out.print(report.wrapped(str(selection), out))
     return report.OK if selection.backend else report.BROKEN

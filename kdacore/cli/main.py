@@ -6,10 +6,18 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kdacore import streams
 from kdacore.cli.time_limit import terminated_as_interrupted
-from kdacore.errors import BackendBuildError, ConfigError, ContractError, PluginError, UnsupportedError
+from kdacore.errors import (
+    BackendBuildError,
+    ConfigError,
+    ContractError,
+    PluginError,
+    UnsupportedError,
+    did_you_mean,
+)
 from kdacore.version import __version__
 
 COMMANDS = {
@@ -27,9 +35,7 @@ USAGE, FAILED, INTERRUPTED = 2, 1, 130
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; only the chosen subcommand's own arguments are loaded (all of them for None)."""
-    parser = argparse.ArgumentParser(
-        prog="kdacore", description="Kimi Delta Attention behind one API: look, check, measure."
-    )
+    parser = _Parser(prog="kdacore", description="Kimi Delta Attention behind one API: look, check, measure.")
     parser.add_argument("--version", action="version", version=f"kdacore {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():
@@ -37,6 +43,19 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if chosen in (None, name):
             importlib.import_module(module).add_arguments(sub)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that names what an unknown word may have meant. Subcommands have one of their own."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:  # here: by the subcommand's parser, which knows its switches
+            words = [word for word in rest if word.startswith("--")]
+            switches = [s for action in self._actions for s in action.option_strings]
+            meant = did_you_mean(words[0].partition("=")[0], switches) if words else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+        return known, rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], chosen: str, name: str) -> int:
-    args = build_parser(chosen).parse_args(words)
+    parser = build_parser(chosen)
+    if chosen and chosen not in COMMANDS:
+        there = f"there are {', '.join(COMMANDS)}"
+        parser.error(f"no command {chosen!r}; {there}{did_you_mean(chosen, COMMANDS)}")
+    args = parser.parse_args(words)
     run = importlib.import_module(COMMANDS[args.command][0]).run
     try:
         with terminated_as_interrupted():

@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
         )
         for p in records
     ]
-    out.print(report.table(("plugin", "distribution", "status", "import", "backends"), rows), end="")
+    out.print(report.table(("plugin", "distribution", "status", "import", "backends"), rows, out), end="")
     for p in records:
         if p.problem:
             out.print(f"\n  {p.name}: {p.problem}")
     out.print()
     infos = {name: r.backend for name, r in REGISTRY.backends().items()}
     backends = [(name, b.version, ", ".join(b.kinds), ", ".join(b.ops)) for name, b in infos.items()]
-    out.print(report.table(("backend", "version", "takes", "ops"), backends), end="")
+    out.print(report.table(("backend", "version", "takes", "ops"), backends, out), end="")
     return report.BROKEN if any(p.problem for p in records) else report.OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kdacore import report
+from kdacore.argument_types import one_of
 from kdacore.cli import tune_configs, tune_costs
 from kdacore.cli.tune_device import complain
 from kdacore.files import writable
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--list", action="store_true", help="list what would be measured; needs no GPU")
     add("--only", default="", metavar="TEXT", help="only what has this in its name, as in --list")
-    add("--device", default="cuda", help="cuda, cuda:1 (default cuda)")
+    add("--device", default=None, help="cuda, cuda:1, cpu (default: a GPU that torch sees, else cpu)")
     add(
         "--out",
         type=writable,
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op",
         action="append",
         default=[],
-        choices=tuple(OPS),
+        type=one_of(OPS, "op"),
         help="configs: only this op (again for more)",
     )
     add("--arch", default=None, help="configs, with --list: an architecture (default: the GPU's, else sm_90)")

@@ -11,10 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
-from kdacore import files, registry, report
+from kdacore import config, files, registry, report
 from kdacore.bench.clock import Budget
-from kdacore.cli.tune_device import complain, device_of, progress_bar
+from kdacore.cli.tune_device import complain, device_of
 from kdacore.command_types import ConfigTuner, TuningJob
+from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
 from kdacore.types import Device
 
@@ -29,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     tuners = REGISTRY.listed("kdacore_config_tuners", ConfigTuner)
     if not args.list and (why := _missing(tuners)):
         return complain(why, report.BROKEN)
-    device = device_of(args.device) if importlib.util.find_spec("torch") else None
-    arch = args.arch or (device.arch if device else _DEFAULT_ARCH)
+    where = args.device or "cuda"
+    device = device_of(where) if importlib.util.find_spec("torch") else None
+    arch = config.device_arch(args.arch or "") or (device.arch if device else _DEFAULT_ARCH)
     jobs = {t.backend: [j for j in t.jobs(arch, tuple(args.op)) if args.only in j.name] for t in tuners}
     tuners = [tuner for tuner in tuners if jobs[tuner.backend]]
     if not tuners:
@@ -39,9 +41,7 @@ def run(args: argparse.Namespace) -> int:
         _list(arch, [job for tuner in tuners for job in jobs[tuner.backend]])
         return report.OK
     if device is None:
-        why = (
-            f"no NVIDIA GPU that torch can use as {args.device!r}; --list shows what would be tuned anywhere"
-        )
+        why = f"no NVIDIA GPU that torch can use as {where!r}; --list shows what would be tuned anywhere"
         return complain(why, report.BROKEN)
     if len(tuners) > 1:
         names = ", ".join(tuner.backend for tuner in tuners)
@@ -59,7 +59,8 @@ def _missing(tuners: list[ConfigTuner]) -> str:
 
 def _list(arch: str, jobs: list[TuningJob]) -> None:
     rows = [(job.name, _words(job.sizes), _words(job.config)) for job in jobs]
-    report.console().print(report.table(("rule", "measured at", f"shipped for {arch}"), rows))
+    out = report.console()
+    out.print(report.table(("rule", "measured at", f"shipped for {arch}"), rows, out))
 
 
 def _tune(args: argparse.Namespace, tuner: ConfigTuner, jobs: list[TuningJob], device: Device) -> int:
@@ -67,12 +68,10 @@ def _tune(args: argparse.Namespace, tuner: ConfigTuner, jobs: list[TuningJob], d
 
     out, outcomes = report.console(), []
     budget = Budget(args.samples or SAMPLES, args.seconds or SECONDS)
-    with progress_bar() as progress:
-        task = progress.add_task("tune", total=len(jobs))
+    with Bar("tune", len(jobs)) as bar:
         for job in jobs:
-            told = lambda what: progress.update(task, description=what)  # noqa: E731
-            outcomes.append(config_search.tune(job, device, budget, told))
-            progress.advance(task)
+            outcomes.append(config_search.tune(job, device, budget, bar.begin))
+            bar.advance()
     _show(out, outcomes)
     path = args.out or Path(f"{device.arch}.json")
     tuner.write(path, device.arch, [(t.job, t.config) for t in outcomes])
@@ -92,7 +91,7 @@ def _show(out: Console, outcomes: list[Any]) -> None:
         )
         for t in outcomes
     ]
-    out.print(report.table(("rule", "time", "over shipped", "configuration"), rows))
+    out.print(report.table(("rule", "time", "over shipped", "configuration"), rows, out))
 
 
 def _document(device: Device, outcomes: list[Any]) -> dict[str, Any]:

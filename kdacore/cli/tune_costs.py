@@ -4,46 +4,61 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kdacore import files, report
 from kdacore.bench.cases import Case
-from kdacore.bench.clock import Budget, CudaClock
-from kdacore.cli.tune_device import complain, device_of, name_of, progress_bar, torch_name
+from kdacore.bench.clock import Budget, CudaClock, clock_for
+from kdacore.cli.tune_device import complain, default_device, device_of, name_of, torch_name
 from kdacore.dispatch import cost_tables
+from kdacore.machine import cpu_name
+from kdacore.progress import Bar
 from kdacore.types import Device
 
 if TYPE_CHECKING:
     from kdacore.bench import cost_measure
 
 MINUTES = 4.8
-SAMPLES, SECONDS = 7, 1.0
-"""Timings of each backend, and seconds that one call may take."""
+SAMPLES, SECONDS, CPU_SECONDS = 7, 1.0, 0.4
+"""Timings of each backend, and seconds that one call may take, on a CPU fewer."""
 
 
 def run(args: argparse.Namespace) -> int:
     from kdacore.bench import cost_shapes
 
-    cases = [case for case in cost_shapes.cases() if args.only in case.name]
+    where = args.device or default_device()
+    cases = [case for case in cost_shapes.cases(where.partition(":")[0]) if args.only in case.name]
     if not cases:
         return complain("no call is left to measure (--only)", report.USAGE)
     if args.list:
-        report.console().print(report.table(("call",), [(case.name,) for case in cases]))
+        out = report.console()
+        out.print(report.table(("call",), [(case.name,) for case in cases], out))
         return report.OK
+    if where == "cpu":
+        here = Device("cpu", 0, "")
+        return _measure(args, cases, here, cpu_name(), where, lambda case: clock_for(case.kind, where))
     if importlib.util.find_spec("torch") is None:
         return complain("needs torch, which is not installed: pip install 'kdacore[cuda]'", report.BROKEN)
-    device = device_of(args.device)
+    device = device_of(where)
     if device is None:
-        why = f"no NVIDIA GPU that torch can use as {args.device!r}; --list shows what would be measured"
+        why = f"no NVIDIA GPU that torch can use as {where!r}; --list shows what would be measured"
         return complain(why, report.BROKEN)
-    return _measure(args, cases, device)
+    return _measure(args, cases, device, name_of(device), torch_name(device), lambda case: CudaClock())
 
 
-def _measure(args: argparse.Namespace, cases: list[Case], device: Device) -> int:
+def _measure(
+    args: argparse.Namespace,
+    cases: list[Case],
+    device: Device,
+    name: str,
+    where: str,
+    clock: Callable[[Case], cost_measure.Sample],
+) -> int:
+    """Measure and write the table of a device. ``name``: its own for itself; ``where``: that of the array libraries."""
     from kdacore.bench import cost_measure
 
-    name = name_of(device)
     path = args.out or cost_tables.path_of(device.arch, name)
     partial = path.with_name(path.stem + cost_tables.PARTIAL)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -51,12 +66,11 @@ def _measure(args: argparse.Namespace, cases: list[Case], device: Device) -> int
     out = report.console()
     if not args.fresh and measured.load():
         out.print(f"going on from {partial}: {len(measured.seconds)} calls are measured")
-    budget = Budget(args.samples or SAMPLES, args.seconds or SECONDS)
+    budget = Budget(args.samples or SAMPLES, args.seconds or (SECONDS if device.arch else CPU_SECONDS))
     limit = 60 * (args.minutes or MINUTES)
-    with progress_bar() as progress:
-        task = progress.add_task("tune", total=len(cases), completed=_done(measured, cases))
-        for case in cost_measure.measure(measured, cases, torch_name(device), budget, CudaClock, limit):
-            progress.update(task, description=case.name, completed=_done(measured, cases))
+    with Bar("tune", len(cases), done=_done(measured, cases)) as bar:
+        for case in cost_measure.measure(measured, cases, where, budget, clock, limit):
+            bar.begin(case.name, done=_done(measured, cases))
     if measured.disagreements:
         for said in measured.disagreements:
             complain(said, report.BROKEN)

@@ -1,11 +1,9 @@
-"""What both kinds of tuning share: the device, the progress bar, and saying why not."""
+"""What both kinds of tuning share: the device, and saying why not."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kdacore.device import torch_device
 from kdacore.types import Device
@@ -15,6 +13,13 @@ def complain(why: str, status: int) -> int:
     """Print why nothing is tuned; the exit status for it."""
     print(f"kdacore tune: {why}", file=sys.stderr)
     return status
+
+
+def default_device() -> str:
+    """``cuda`` where torch sees an NVIDIA GPU, else ``cpu``."""
+    if importlib.util.find_spec("torch") is None:
+        return "cpu"
+    return "cpu" if device_of("cuda") is None else "cuda"
 
 
 def device_of(name: str) -> Device | None:
@@ -43,9 +48,3 @@ def torch_name(device: Device) -> str:
 
     torch.cuda.set_device(device.index)
     return f"cuda:{device.index}"
-
-
-def progress_bar() -> Progress:
-    """A progress bar on standard error; it is removed when it is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)

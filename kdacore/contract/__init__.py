@@ -119,10 +119,10 @@ def _check_qkv(call: Arguments) -> dict[str, int]:
     call.shape("k", (B, T, H, K), "B, T, H, K")
     got = call.rank("v", "B, T, HV, V")
     if got[:2] != (B, T):
-        raise call.fail("v", f"shape {list(got)}", f"shape [B, T, HV, V] with B={B}, T={T} as in q")
+        raise call.fail_shape("v", f"shape [B, T, HV, V] with B={B}, T={T} as in q")
     HV, V = got[2:]
     if HV % H:
-        raise call.fail("v", f"HV={HV} value heads", f"a multiple of the H={H} heads of q and k")
+        raise call.fail_shape("v", f"a multiple of the H={H} heads of q and k for HV")
     for name in ("k", "v"):
         if call.specs[name].dtype != dtype:
             raise call.fail(name, f"dtype {call.specs[name].dtype}", f"dtype {dtype}, as q has")

@@ -97,15 +97,21 @@ class Arguments:
         """A given array must have exactly this shape; ``letters`` names its axes."""
         got = self.specs[name].shape
         if got != want:
-            raise self.fail(name, f"shape {list(got)}", f"shape [{letters}] = {list(want)}")
+            raise self.fail_shape(name, f"shape [{letters}] = {list(want)}", want)
+
+    def fail_shape(self, name: str, wanted: str, want: tuple[int, ...] = ()) -> ContractError:
+        """The error of a given array's shape, with what would fit. ``want``: the one shape that would, if it is one."""
+        from kdacore.contract import hints  # here: a call that is right does without
+
+        shapes = {n: spec.shape for n, spec in self.specs.items()}
+        return self.fail(name, f"shape {list(shapes[name])}", wanted + hints.of_shape(name, shapes, want))
 
     def rank(self, name: str, letters: str) -> tuple[int, ...]:
         """A given array must have one positive size for each axis in ``letters``."""
         got = self.specs[name].shape
         dimensions = len(letters.split(", "))
         if len(got) != dimensions:
-            want = f"{dimensions} dimension{'s' * (dimensions > 1)} [{letters}]"
-            raise self.fail(name, f"shape {list(got)}", want)
+            raise self.fail_shape(name, f"{dimensions} dimension{'s' * (dimensions > 1)} [{letters}]")
         if any(size < 1 for size in got):
             raise self.fail(name, f"shape {list(got)}", f"positive sizes [{letters}]")
         return got
@@ -120,8 +126,14 @@ class Arguments:
         """A flag must be a bool, not merely truthy."""
         value = self.options.get(name, False)
         if value is not True and value is not False:
-            raise self.fail(name, shown(value), "True or False")
+            raise self.fail(name, shown(value), "True or False" + self._as_python(name, bool))
         return value
+
+    def _as_python(self, name: str, to: type) -> str:
+        """How to pass an array where an option wants Python's own value."""
+        from kdacore.contract import hints  # here: a call that is right does without
+
+        return hints.of_option(name, self.options[name], to.__name__)
 
     def real(self, name: str) -> float | None:
         """None or a finite real number: 0, or one of a size that can be computed with."""
@@ -130,7 +142,8 @@ class Arguments:
             return None
         # The class is asked, not the object, which may say what it likes of itself.
         if isinstance(value, bool) or not issubclass(type(value), numbers.Real):
-            raise self.fail(name, f"{type(value).__name__} {shown(value)}", "a finite real number")
+            want = "a finite real number" + self._as_python(name, float)
+            raise self.fail(name, f"{type(value).__name__} {shown(value)}", want)
         try:
             number = float(value)
         except OverflowError:
@@ -156,7 +169,8 @@ class Arguments:
         if value is None:
             return None
         if isinstance(value, bool) or not issubclass(type(value), numbers.Integral):
-            raise self.fail(name, f"{type(value).__name__} {shown(value)}", "an integer")
+            want = "an integer" + self._as_python(name, int)
+            raise self.fail(name, f"{type(value).__name__} {shown(value)}", want)
         try:
             return int(value)
         except Exception as error:  # code of the caller's

@@ -10,6 +10,7 @@ import numpy as np
 from kdacore.arrays import Adapter, adapter_of
 from kdacore.contract.aliasing import check_memory
 from kdacore.contract.checks import CHECKPOINT_STEP, MAX_VERIFY_TOKENS
+from kdacore.contract.likely_mistakes import warn_of_likely_mistakes
 from kdacore.contract.state_rows import ZEROS, StateRows, slots, state_rows
 from kdacore.errors import ContractError
 from kdacore.ops import INDEX_ARGUMENTS, MASK_ARGUMENTS, OPS
@@ -17,8 +18,11 @@ from kdacore.ops.shapes import SHAPES
 from kdacore.types import Request
 
 
-def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
+def check_values(request: Request, inputs: Any, adapter: Adapter, *, warn: bool = True) -> None:
     """Check offsets, index ranges, finiteness, the ``safe_gate`` promise, and that written arrays overlap nothing.
+
+    Warns (:class:`~kdacore.errors.InputWarning`) of arrays that keep the contract and look like a mistake, unless
+    ``warn`` is False, as for the slice of one rank: where warnings are errors, the other ranks would wait for it.
 
     Raises:
         ContractError: naming the argument, before anything ran.
@@ -43,6 +47,8 @@ def check_values(request: Request, inputs: Any, adapter: Adapter) -> None:
         elif name not in INDEX_ARGUMENTS | MASK_ARGUMENTS | _NOT_READ_WHOLE:
             _finite(request, name, x)
     _gate(request, values)
+    if warn:
+        warn_of_likely_mistakes(request, values)
 
 
 _NOT_READ_WHOLE = frozenset(
@@ -344,7 +350,8 @@ def _gate(request: Request, values: dict[str, Any]) -> None:
         return
     g = values["g"]
     if (g > 0).any():
-        raise ContractError(request.op, "g", f"a log decay of {g.max():.6g}", "log decays <= 0")
+        want = "log decays <= 0, or use_gate_in_kernel=True for the raw input of the gate"
+        raise ContractError(request.op, "g", f"a log decay of {g.max():.6g}", want)
     # The promise is about the model's gate; a bound rounded to g's own dtype still keeps it.
     slack = {"bfloat16": 2**-8, "float16": 2**-11}.get(request.spec("g").dtype, 2**-22)
     if (

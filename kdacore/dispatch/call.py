@@ -21,7 +21,7 @@ from kdacore.dispatch.plan import (
     plain_options,
     plan_for,
 )
-from kdacore.errors import ContractError, shown
+from kdacore.errors import ContractError, did_you_mean, shown
 from kdacore.ops import OPS, OpDef
 from kdacore.registry import REGISTRY
 from kdacore.types import Request, Selection
@@ -190,5 +190,6 @@ def opdef_of(op: object) -> OpDef:
     """An op by name or by its public function."""
     name = op if isinstance(op, str) else getattr(op, "__name__", None)
     if name not in OPS:
-        raise ContractError("explain", "op", shown(op), f"one of {', '.join(OPS)}, or the public function")
+        known = f"one of {', '.join(OPS)}, or the public function"
+        raise ContractError("explain", "op", shown(op), known + did_you_mean(name, OPS))
     return OPS[name]

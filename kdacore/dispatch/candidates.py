@@ -47,6 +47,7 @@ class Judge:
         "_places",
         "_predict",
         "_reasons",
+        "_remedies",
         "_sizes_are_numbers",
         "_verified",
         "always",
@@ -67,11 +68,12 @@ class Judge:
         self.registered = registered
         self.impl = impl = backend.ops.get(request.op)
         gone = missing(backend, hardware=False) if assumed or elsewhere else missing(backend)
-        self._assumed, self._lacking = assumed, tuple[str, ...]()
+        self._assumed, self._lacking, self._remedies = assumed, tuple[str, ...](), tuple[str, ...]()
         if assumed or elsewhere:
             self._lacking = tuple(what for _, what, _ in missing(backend, hardware=True))
         if assumed:
             self._lacking += tuple(f"{what}; to get it: {remedy}" for _, what, remedy in gone)
+            self._remedies = tuple(dict.fromkeys(remedy for _, _, remedy in gone))
             gone = []
         self.lasts = all_answered(backend)
         """Whether it may answer for further calls. A probe that failed is asked again."""
@@ -100,12 +102,14 @@ class Judge:
             self.always = self._candidate(tuple(self._general))
 
     def _candidate(self, reasons: tuple[Reason, ...]) -> Candidate:
-        backend, lacking = self.registered.backend, self._lacking
+        backend, lacking, remedies = self.registered.backend, self._lacking, self._remedies
         if self._assumed:
             gone = [r for r in reasons if r.code == "unavailable"]
             lacking += tuple(str(reason).removeprefix("[unavailable] ") for reason in gone)
+            remedies += tuple(r.want for r in gone if r.want.startswith("pip install "))
             reasons = tuple(r for r in reasons if r not in gone)
-        return Candidate(backend.name, reasons, None, backend.rank, self._verified, lacking)
+        fields = backend.name, reasons, None, backend.rank, self._verified, lacking
+        return Candidate(*fields, remedies=remedies)
 
     def candidate(self, request: Request) -> Candidate:
         """Every reason against one call of the family. Its cost is not predicted yet."""
@@ -203,7 +207,17 @@ def priced(c: Candidate, found: Prediction | None) -> Candidate:
     """The candidate with its predicted cost, if there is a prediction."""
     if found is None:
         return c
-    fields = c.backend, c.reasons, found.seconds, c.rank, c.verified, c.lacking, found.source, c.form
+    fields = (
+        c.backend,
+        c.reasons,
+        found.seconds,
+        c.rank,
+        c.verified,
+        c.lacking,
+        found.source,
+        c.form,
+        c.remedies,
+    )
     priced: Candidate = _new(Candidate, fields)
     return priced
 
@@ -267,10 +281,7 @@ def _general_reasons(
 ) -> list[Reason]:
     """The reasons the registry can give without asking the backend's own verifiers."""
     backend = registered.backend
-    reasons = [
-        Reason("unavailable", f"{what}; to get it: {remedy}", "not installed or not usable", name)
-        for name, what, remedy in gone
-    ]
+    reasons = [Reason("unavailable", f"{what}; to get it: {remedy}") for _, what, remedy in gone]
     if request.kind not in backend.kinds:
         reasons.append(
             Reason("array_kind", "does not take these arrays", request.kind, " or ".join(backend.kinds))

@@ -20,6 +20,8 @@ from kdacore.types import Request
 
 REACH = 4.0
 """Sizes more than this many times beyond what was measured are not predicted."""
+CPU_REACH = 256.0
+"""The same on CPUs, where time grows in proportion to work from the smallest sizes on."""
 
 _LIKE = {"fused_recurrent_gated_delta_rule": "fused_recurrent_kda"}
 """Op -> another whose times tell of it too: both read and write the same states, which is what takes the time."""
@@ -157,6 +159,7 @@ class _Variant(NamedTuple):
     """The source of a prediction: what of the measured calls is not as in these, and where they were measured."""
     interpolated: str
     extrapolated: str
+    reach: float
 
 
 class _Cell(NamedTuple):
@@ -205,6 +208,8 @@ _Measured = tuple[_Variant, ...]
 def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, ...]:
     own, variant = group_of(request), variant_of(request)
     groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
+    if not table.arch:
+        groups = _nearest_on_cpu(table, backend, own)
     found = []
     for group in groups:
         variants = table.times.get((backend, group))
@@ -217,6 +222,8 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
                     _variant(
                         variants[other],
                         f"{_other(own, group, variant, other)} ({table.device}; {table.source})",
+                        own.K * own.V / (group.K * group.V),
+                        REACH if table.arch else CPU_REACH,
                     )
                     for other in ordered
                 ]
@@ -225,20 +232,37 @@ def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, 
     return tuple(found)
 
 
-def _variant(columns: Columns, said: str) -> _Variant:
-    prepared = tuple([_column(points) for points in columns.values()])
-    sources = [how + said for how in ("measured", "interpolated", "extrapolated")]
-    return _Variant(prepared, tuple(columns), *sources)
+def _nearest_on_cpu(table: Table, backend: str, own: Group) -> list[Group]:
+    """The measured group of a CPU that is most like a call's: of its head dims, or of those nearest to them, since
+    there every implementation takes time in proportion to K * V, and of another dtype where its own was not measured.
+    """
+    alike = [
+        group
+        for name, group in table.times
+        if (name, group.op, group.kind, group.grad) == (backend, own.op, own.kind, own.grad)
+    ]
+    size = math.log(own.K * own.V)
+    alike.sort(key=lambda group: (group.dtype != own.dtype, abs(math.log(group.K * group.V) - size)))
+    return alike[:1]
 
 
-def _column(points: Points) -> _Column:
+def _variant(columns: Columns, said: str, factor: float, reach: float) -> _Variant:
+    """``factor``: on every measured time. ``reach``: how far beyond what was measured times are predicted."""
+    prepared = tuple([_column([(t, s * factor) for t, s in points], reach) for points in columns.values()])
+    measured, interpolated, extrapolated = [
+        how + said for how in ("measured", "interpolated", "extrapolated")
+    ]
+    return _Variant(prepared, tuple(columns), measured, interpolated, extrapolated, reach)
+
+
+def _column(points: Points, reach: float) -> _Column:
     (first, at_first), (last, at_last) = points[0], points[-1]
     lines = [_Line(first, at_first, 0.0)]
     for (t0, s0), (t1, s1) in pairwise(points):
         lines.append(_Line(t0, s0, (s1 - s0) / (t1 - t0)))
     beyond = max(lines[-1].slope, 0.0) if len(points) > 1 else at_first / first
     lines.append(_Line(last, at_last, beyond))
-    return _Column(tuple([t for t, _ in points]), tuple(lines), first / REACH, last * REACH)
+    return _Column(tuple([t for t, _ in points]), tuple(lines), first / reach, last * reach)
 
 
 def _best(ordered: _Measured, tokens: float, items: int) -> Prediction | None:
@@ -275,7 +299,7 @@ def _near(variant: _Variant, tokens: float, items: int) -> Prediction | None:
     # The measured numbers of items below and above, the outermost one twice beyond it.
     high = min(i, len(counts) - 1)
     low = high if i in (0, len(counts)) or counts[high] == items else high - 1
-    if not counts[low] / REACH <= items <= counts[high] * REACH:
+    if not counts[low] / variant.reach <= items <= counts[high] * variant.reach:
         return None
     for column in variant.columns[low : high + 1]:
         if not column.nearest <= tokens <= column.farthest:
@@ -307,6 +331,10 @@ def _difference(one: Variant, other: Variant) -> int:
 def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str:
     """Says what of the measured calls is not as in this one."""
     other = [f"{name}={value}" for name, value in measured if dict(variant).get(name) != value]
+    if (group.K, group.V) != (own.K, own.V):
+        other.insert(0, f"K={group.K}, V={group.V}")
+    if group.dtype != own.dtype:
+        other.insert(0, group.dtype)
     if group.op != own.op:
         other.insert(0, group.op)
     return f" from calls with {', '.join(other)}" if other else ""

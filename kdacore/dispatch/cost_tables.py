@@ -127,15 +127,19 @@ def folder() -> Path:
     return config.get().cache_dir / "costs"
 
 
+CPU = "cpu"
+"""Stands for the architecture of CPUs, which have none, in the names of tables."""
+
+
 def path_of(arch: str, device: str) -> Path:
     """The file of a device's own table."""
-    return folder() / f"{arch or 'cpu'}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
+    return folder() / f"{arch or CPU}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 
 @functools.cache
 def shipped(arch: str) -> Table | None:
     """The table that ships for an architecture, if there is one."""
-    name = f"{arch or 'cpu'}.json"
+    name = f"{arch or CPU}.json"
     file = resources.files("kdacore.dispatch").joinpath("profiles", name)
     return (
         parse(file.read_text(encoding="utf-8"), f"shipped, dispatch/profiles/{name}")
@@ -145,7 +149,7 @@ def shipped(arch: str) -> Table | None:
 
 
 def shipped_archs() -> tuple[str, ...]:
-    """The architectures that a table ships for."""
+    """The architectures that a table ships for, that of CPUs as :data:`CPU`."""
     names = (f.name for f in resources.files("kdacore.dispatch").joinpath("profiles").iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
@@ -205,7 +209,7 @@ def table_for(arch: str, device: str) -> Table | None:
     Warns of a table of the device's own that cannot be used. Where the device is not known, the only table of its
     architecture that ``kdacore tune`` left counts.
     """
-    found = list(own_tables(arch)) if arch else []
+    found = list(own_tables(arch or CPU))
     for one in found:
         if one.problem and device and one.path == path_of(arch, device):
             warnings.warn(
@@ -220,15 +224,29 @@ def table_for(arch: str, device: str) -> Table | None:
 
 def in_use(device: Device) -> Table | None:
     """The table for calls on a device, if there is one."""
+    if not device.arch and device.type != "cpu":
+        return None
     return table_for(device.arch, _name(device))
 
 
 def _name(device: Device) -> str:
-    """The device's name for itself; empty where torch is not loaded or sees another device, as for assumed hardware."""
+    """The device's name for itself; empty where torch is not loaded or sees another device, as for assumed hardware,
+    and for a CPU that has no table of its own."""
+    if device.type == "cpu":
+        return _cpu_name()
     torch = sys.modules.get("torch")
     if torch is None or device.type not in ("cuda", "rocm"):
         return ""
     return _torch_name(device)
+
+
+@functools.cache
+def _cpu_name() -> str:
+    if not any(True for _ in own_tables(CPU)):
+        return ""
+    from kdacore.machine import cpu_name  # here: few machines have such a table
+
+    return cpu_name()
 
 
 @functools.cache
@@ -250,6 +268,7 @@ def forget() -> None:
     global generation
     generation = object()
     table_for.cache_clear()
+    _cpu_name.cache_clear()
     _torch_name.cache_clear()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kdacore import config, plugin_faults
 from kdacore.dispatch.candidates import Judge, Predict, judge, priced, with_costs
 from kdacore.errors import PerformanceWarning, UnsupportedError, list_names
-from kdacore.registry import REGISTRY
+from kdacore.registry import OWN_DISTRIBUTION, REGISTRY
 from kdacore.types import Candidate, Reason, Request, Selection, Verifier, family_of, lengths_of
 
 __all__ = [
@@ -51,6 +51,8 @@ _new: Any = tuple.__new__
 """Makes a named tuple in half the time of its constructor."""
 _MAX_CACHED = 8192
 _LOWEST = "lowest cost"
+_ONLY_KNOWN = "the only one of known cost"
+_PASSED_OVER = "passed over"
 
 
 def _renew_lock() -> None:
@@ -105,6 +107,7 @@ class Family:
         "_predictors",
         "_registered",
         "_selections",
+        "_strangers",
         "_tells",
         "policy",
     )
@@ -133,6 +136,10 @@ class Family:
         eligible.sort(key=lambda i: -self._registered[names[i]].backend.rank)
         self._by_rank = tuple(eligible)
         """The places of the backends that may be chosen though nobody asked for them, by falling rank."""
+        self._strangers = any(
+            self._registered[names[i]].distribution != OWN_DISTRIBUTION for i in self._by_rank
+        )
+        """Whether backends of others may be chosen."""
         hooks = REGISTRY.hooks()
         self._chooses = bool(hooks.kdacore_choose.get_hookimpls())
         self._tells = bool(hooks.kdacore_selected.get_hookimpls())
@@ -268,7 +275,7 @@ class Family:
             known.sort(key=_cost_of)
             why = _LOWEST
         else:
-            why = "the only one of known cost"
+            why = _ONLY_KNOWN
         for c in known:
             yield c, why
         # Where some backend has been tested on this architecture: those neither tested there nor of known speed.
@@ -302,7 +309,7 @@ class Family:
                 "no backend can serve this call",
                 {c.backend: c.reasons for c in found.candidates},
             )
-        if not warn and is_slow(found):
+        if not warn and (is_slow(found) or (self._strangers and _passed_over_unsaid(found))):
             return found
         if _count >= _MAX_CACHED:
             _forget()
@@ -316,6 +323,8 @@ class Family:
             for _ in REGISTRY.ask_each("kdacore_selected", request=request, selection=found):
                 pass
         _warn_if_slow(found)
+        if self._strangers:
+            _warn_of_passed_over(found)
         return found
 
 
@@ -351,6 +360,47 @@ def auto_may_choose(name: str, request: Request) -> bool:
     backend = REGISTRY.get(name).backend
     kinds, devices = backend.auto_kinds, backend.auto_device_types
     return (kinds is None or request.kind in kinds) and (devices is None or request.device.type in devices)
+
+
+def passed_over(selection: Selection) -> tuple[str, ...]:
+    """The backends of others that would have been chosen by rank, and were not since their cost is not known."""
+    chosen = next((c for c in selection.candidates if c.backend == selection.backend), None)
+    if chosen is None or chosen.cost is None or selection.why not in (_LOWEST, _ONLY_KNOWN):
+        return ()
+    return tuple(
+        c.backend
+        for c in selection.candidates
+        if c.supported
+        and c.cost is None
+        and c.rank > chosen.rank
+        and _is_strangers(c.backend, selection.request)
+    )
+
+
+def _is_strangers(name: str, request: Request) -> bool:
+    return REGISTRY.get(name).distribution != OWN_DISTRIBUTION and auto_may_choose(name, request)
+
+
+def _passed_over_unsaid(selection: Selection) -> list[str]:
+    return [name for name in passed_over(selection) if (name, _PASSED_OVER) not in _warned]
+
+
+def _warn_of_passed_over(selection: Selection) -> None:
+    """Say once of each backend that it was passed over."""
+    for name in _passed_over_unsaid(selection):
+        _warned.add((name, _PASSED_OVER))
+        text = f"{selection.request.op}: {passed_over_text(name, selection)}"
+        warnings.warn(text, PerformanceWarning, stacklevel=4)
+
+
+def passed_over_text(name: str, selection: Selection) -> str:
+    """Why a backend was passed over, and what to do."""
+    chosen = selection.candidate(selection.backend)
+    tune = f"kdacore tune --device {selection.request.device.type}"
+    return (
+        f"backend {name!r} (rank {REGISTRY.get(name).backend.rank}) is passed over for {chosen.backend!r}, whose cost "
+        f"is known: `{tune}` measures {name!r} too, and OpImpl.cost states a cost"
+    )
 
 
 def _cost_of(candidate: Candidate) -> float:

@@ -58,11 +58,13 @@ __all__ = [
 
 
 _ONE_GATE_A_HEAD = {
-    "g": "``[B, T, HV]``: one log decay (natural log, <= 0) for each token and head, or its raw gate input.",
-    "dt_bias": "``[HV]``.",
+    "g": "``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64: one log decay "
+    "(natural log, <= 0) for each token and head, or its raw gate input.",
+    "dt_bias": "``[HV]``, any float dtype.",
 }
 _ONE_DECAY_A_HEAD = {
-    "record_decay": "``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32, any strides: as "
+    "record_decay": "``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV])``, float32 (float64 in "
+    "calls of float64), any strides: as "
     "the records of :func:`fused_recurrent_kda`, with one decay a head.",
 }
 
@@ -111,8 +113,8 @@ OPS: dict[str, OpDef] = {
             described(
                 (*required("g", differentiable=True), A_LOG, DT_BIAS),
                 g="``[B, T, HV, K]``, or ``[B, T, HV]`` for one gate per head; any float dtype.",
-                A_log="``[HV]`` float32; needed without ``lower_bound``.",
-                dt_bias="``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head).",
+                A_log="``[HV]`` float32 (float64 is taken too); needed without ``lower_bound``.",
+                dt_bias="``[HV, K]`` or ``[HV*K]`` (``[HV]`` for one gate per head), any float dtype.",
             ),
             described(
                 (LOWER_BOUND,),

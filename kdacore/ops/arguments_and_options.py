@@ -13,10 +13,13 @@ from kdacore.ops.definition import ArrayArgument, Option
 A_LOG = ArrayArgument(
     "A_log",
     differentiable=True,
-    doc="``[HV]`` float32. Needed by the unbounded gate, optional (zeros) with ``lower_bound``.",
+    doc="``[HV]`` float32 (float64 is taken too). Needed by the unbounded gate, optional (zeros) with "
+    "``lower_bound``.",
 )
 DT_BIAS = ArrayArgument(
-    "dt_bias", differentiable=True, doc="``[HV, K]`` or ``[HV*K]``, added to the raw gate input."
+    "dt_bias",
+    differentiable=True,
+    doc="``[HV, K]`` or ``[HV*K]``, any float dtype, added to the raw gate input.",
 )
 PACKED = (
     ArrayArgument(
@@ -32,7 +35,8 @@ PACKED = (
         "cu_seqlens_cpu",
         host=True,
         index=True,
-        doc="the same values on the host (NumPy, or the kind of the others), for backends that plan "
+        doc="``[N+1]`` int32 or int64: the same values on the host (NumPy, or the kind of the others), "
+        "for backends that plan "
         "with them.",
     ),
 )
@@ -72,7 +76,7 @@ _WHOLE_ARRAYS = (
         "k",
         required=True,
         differentiable=True,
-        doc="``[B, T, H, K]``, float32, bfloat16 or float16 (float64 on the reference backend), one dtype.",
+        doc="``[B, T, H, K]``, float32, bfloat16 or float16, one dtype; float64 on the reference backend.",
     ),
     ArrayArgument(
         "v",
@@ -85,14 +89,16 @@ _WHOLE_ARRAYS = (
         "g",
         required=True,
         differentiable=True,
-        doc="``[B, T, HV, K]``, any float dtype. The log decay (natural log, <= 0), or the raw gate "
-        "input with ``use_gate_in_kernel``.",
+        doc="``[B, T, HV, K]``, float32, bfloat16 or float16; float64 in calls of float64. The log decay "
+        "(natural log, <= 0), "
+        "or the raw gate input with ``use_gate_in_kernel``.",
     ),
     ArrayArgument(
         "beta",
         required=True,
         differentiable=True,
-        doc="``[B, T, HV]``, any float dtype. In (0, 1), or logits with ``use_beta_sigmoid_in_kernel``.",
+        doc="``[B, T, HV]``, float32, bfloat16 or float16; float64 in calls of float64. In (0, 1), or logits with "
+        "``use_beta_sigmoid_in_kernel``.",
     ),
     A_LOG,
     DT_BIAS,
@@ -102,7 +108,7 @@ _WHOLE_ARRAYS = (
         writable=True,
         differentiable=True,
         doc="``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), float32, bfloat16 or "
-        "float16; zeros when None.",
+        "float16; float64 in calls of float64. Zeros when None.",
     ),
     *PACKED,
 )
@@ -134,7 +140,8 @@ _WRITES = (
         "write_pool",
         feature="write_pool",
         writable=True,
-        doc="``[P', HV, K, V]``, dtype of the states: the pool that is written, ``initial_state`` by "
+        doc="``[P', HV, K, V]``, the dtypes of ``initial_state``, the same where both are given: the pool "
+        "that is written, ``initial_state`` by "
         "default.",
     ),
 )
@@ -153,7 +160,8 @@ _RECORD_PARTS = (
         feature="records",
         writable=True,
         part_of="records",
-        doc="``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32, any strides; "
+        doc="``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, float32 (float64 in calls "
+        "of float64), any strides; "
         "messages name them ``record_update``, ``record_key`` and ``record_decay``. What each token of "
         "a call does to the state is written here, ``n`` tokens at most, and the state stays as it was "
         "before them. Needs ``state_indices [N]``, ``record_indices`` and ``inplace_state``.",
@@ -327,7 +335,8 @@ RECURRENT_ARRAYS = described(
         *_RECORDS,
     ),
     initial_state="the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with "
-    "``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.",
+    "``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride; float32, bfloat16 or "
+    "float16; float64 in calls of float64.",
     state_indices="int32 or int64. ``[N]``: the pool row of each sequence. ``[N, W]`` with "
     "``num_accepted_tokens``: a row for each candidate token. A sequence that would start "
     "from a negative index, or from ``null_index``, has no slot and is padding: its ``o`` and "
@@ -385,7 +394,7 @@ DECODE_ARRAYS = (
     ArrayArgument(
         "x",
         required=True,
-        doc="``[B, T, D]``, float32, bfloat16 or float16 (float64 on the reference backend): the channels of q, "
+        doc="``[B, T, D]``, float32, bfloat16 or float16; float64 on the reference backend: the channels of q, "
         "k and v in that order, ``D = 2*H*K + HV*V``, before the convolution. 1 to 16 tokens a sequence. "
         "HV, K and V are those of ``initial_state``, and H follows.",
     ),
@@ -396,30 +405,38 @@ DECODE_ARRAYS = (
         feature=None,
         writable=True,
         doc="the states ``[N, HV, K, V]`` (``[N, HV, V, K]`` with ``state_v_first``), or with "
-        "``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride.",
+        "``state_indices`` a pool ``[P, HV, K, V]`` whose rows may have any stride; float32, bfloat16 or "
+        "float16; float64 in calls of float64.",
     ),
     A_LOG,
     DT_BIAS,
     ArrayArgument(
         "conv_weight",
         feature="conv",
-        doc="``[D, w]``, w of 2 to 4, any float dtype: a causal convolution of each channel, then SiLU. None: x "
+        doc="``[D, w]``, w of 2 to 4, float32, bfloat16 or float16; float64 in calls of float64: a causal "
+        "convolution of each channel, then SiLU. None: x "
         "comes convolved, and there is no ``conv_state``.",
     ),
-    ArrayArgument("conv_bias", feature="conv_bias", doc="``[D]``, any float dtype, added before the SiLU."),
+    ArrayArgument(
+        "conv_bias",
+        feature="conv_bias",
+        doc="``[D]``, float32, bfloat16 or float16; float64 in calls of float64, added before the SiLU.",
+    ),
     _CONV_STATE,
     _CONV_INDICES,
     _CONV_WINDOWS,
     ArrayArgument(
         "z",
         feature="output_gate",
-        doc="``[B, T, HV, V]``, any float dtype: the normalised output is multiplied by its activation. Needs "
+        doc="``[B, T, HV, V]``, float32, bfloat16 or float16; float64 in calls of float64: the normalised "
+        "output is multiplied by its activation. Needs "
         "``norm_weight``.",
     ),
     ArrayArgument(
         "norm_weight",
         feature="output_norm",
-        doc="``[V]`` or ``[HV, V]``, any float dtype: o becomes ``o / sqrt(mean(o*o) + norm_eps) * "
+        doc="``[V]`` or ``[HV, V]``, float32, bfloat16 or float16; float64 in calls of float64: o becomes "
+        "``o / sqrt(mean(o*o) + norm_eps) * "
         "norm_weight``, the mean over V. None: o as it is.",
     ),
     *[
@@ -462,7 +479,8 @@ COMMIT_ARRAYS = (
         "initial_state",
         required=True,
         writable=True,
-        doc="the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``), rows of any stride.",
+        doc="the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``), rows of any stride, "
+        "any float dtype.",
     ),
     ArrayArgument(
         "state_indices",
@@ -479,7 +497,7 @@ COMMIT_ARRAYS = (
             writable=False,
             doc=a.doc
             and "``(update [R, n, HV, V], key [R, n, H, K], decay [R, n, HV, K])``, the last ``[R, n, HV]`` "
-            "for one decay a head: as calls with ``records`` wrote them.",
+            "for one decay a head, all float32 or all float64: as calls with ``records`` wrote them.",
         )
         for a in _RECORD_PARTS
     ],
@@ -505,7 +523,8 @@ COMMIT_ARRAYS = (
     ),
     replace(
         _CONV_STATE,
-        doc="``[P, D, L]``: the pool of convolution states, where the records are those of a fused decode op. "
+        doc="``[P, D, L]``, any float dtype: the pool of convolution states, where the records are those "
+        "of a fused decode op. "
         "Without ``conv_windows`` each row is moved by ``num_replayed - 1`` columns to the left.",
     ),
     replace(
@@ -514,7 +533,8 @@ COMMIT_ARRAYS = (
     replace(
         _CONV_WINDOWS,
         writable=False,
-        doc="``[R, T, w - 1, D]``: the windows that the calls have left; the one after the last record that is "
+        doc="``[R, T, w - 1, D]``, dtype of ``conv_state``: the windows that the calls have left; the one "
+        "after the last record that is "
         "applied goes to columns 0 to w - 2 of ``conv_state``.",
     ),
 )

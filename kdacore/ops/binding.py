@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdacore.ops.definition import OpDef, arrays_of
-from kdacore.ops.foreign_keywords import unknown_keywords
+from kdacore.ops.foreign_keywords import unknown_arguments
 
 Binder = Callable[..., "tuple[tuple[Any, ...], tuple[Any, ...], object]"]
 """Takes the arguments of an op's public function. Returns its arrays and its options, each in the order of the op's
@@ -30,8 +30,8 @@ def _make(opdef: OpDef) -> Binder:
     optional = [f"{name}=None" for name in others]
     optional += [f"{option.name}={option.default!r}" for option in opdef.option_arguments]
     source = [
-        f"def {opdef.name}({', '.join(required)}, *, {', '.join(optional)}, backend=None, **unknown):",
-        f"    if unknown: raise unknown_keywords({opdef.name!r}, unknown)",
+        f"def {opdef.name}({', '.join(required)}, *extra, {', '.join(optional)}, backend=None, **unknown):",
+        f"    if extra or unknown: raise unknown_arguments({opdef.name!r}, extra, unknown)",
         *[
             f"    {', '.join(parts)} = arrays_of({opdef.name!r}, {name!r}, {name}, {len(parts)})"
             for name, parts in opdef.tuples.items()
@@ -39,5 +39,5 @@ def _make(opdef: OpDef) -> Binder:
         f"    return ({', '.join(opdef.arrays)},), ({''.join(f'{n}, ' for n in opdef.options)}), backend",
     ]
     made: dict[str, Binder] = {}
-    exec("\n".join(source), {"unknown_keywords": unknown_keywords, "arrays_of": arrays_of}, made)
+    exec("\n".join(source), {"unknown_arguments": unknown_arguments, "arrays_of": arrays_of}, made)
     return made[opdef.name]

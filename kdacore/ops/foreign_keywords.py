@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kdacore.ops import OPS
+from kdacore.errors import did_you_mean
+from kdacore.ops import OPS, OpDef
 
 _OURS = {
     # flash-linear-attention
@@ -39,11 +40,27 @@ _WITHOUT_COUNTERPART = {
 }
 
 
-def unknown_keywords(op: str, names: Iterable[str]) -> TypeError:
-    """The TypeError for a call of ``op`` with keywords that it does not have."""
+def unknown_arguments(op: str, extra: tuple[object, ...], names: Iterable[str]) -> TypeError:
+    """The TypeError for a call of ``op`` with positional arguments or keywords that it does not have."""
     opdef = OPS[op]
-    has = (*opdef.arrays, *opdef.options)
-    return TypeError("; ".join([_message(op, name, has) for name in names]))
+    arrays = dict.fromkeys([a.part_of or a.name for a in opdef.array_arguments])
+    has = (*arrays, *opdef.options, "backend")
+    messages = [_message(op, name, has) for name in names]
+    if extra:
+        messages.insert(0, _too_many(opdef, len(extra)))
+    return TypeError("; ".join(messages))
+
+
+def _too_many(opdef: OpDef, extra: int) -> str:
+    """The message where options were given by position, as functions of flash-linear-attention allow."""
+    taken = dict.fromkeys([a.part_of or a.name for a in opdef.array_arguments if a.required])
+    message = f"{opdef.name}() takes {len(taken)} positional arguments, {', '.join(taken)}"
+    message += f"; {len(taken) + extra} were given: name the others"
+    if opdef.family in ("chunk", "recurrent", "gate"):
+        message += (
+            ", or call the function in kdacore.compat.fla, which takes them in flash-linear-attention's order"
+        )
+    return message
 
 
 def _message(op: str, name: str, has: tuple[str, ...]) -> str:
@@ -52,4 +69,4 @@ def _message(op: str, name: str, has: tuple[str, ...]) -> str:
         return f"{message}: kdacore's name is {_OURS[name]!r}"
     if name in _WITHOUT_COUNTERPART:
         return f"{message}: {_WITHOUT_COUNTERPART[name]}"
-    return message
+    return message + did_you_mean(name, has)

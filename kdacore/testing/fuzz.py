@@ -17,6 +17,7 @@ the seeds that ran: the first ones, none left out between.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -34,6 +35,7 @@ from kdacore import machine, streams
 from kdacore.argument_types import at_least, positive
 from kdacore.errors import ContractError
 from kdacore.files import writable, write_named
+from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
 from kdacore.testing import processes
 from kdacore.testing.capabilities import default_device
@@ -244,7 +246,7 @@ def _run(words: list[str] | None) -> int:
     seeds = range(asked.seed, asked.seed + asked.count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes started from here
     start = time.perf_counter()
-    with _Bar(task, len(seeds)) as show:
+    with _bar(task, len(seeds)) as show:
         rows = fuzz(task, seeds, asked.jobs, show, asked.seconds)
     found = document(task, seeds, rows, time.perf_counter() - start, asked.commit or machine.commit())
     print(f"{found['served']} served, {found['declined']} declined, {found['failed']} failed")
@@ -279,38 +281,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Bar:
+@contextlib.contextmanager
+def _bar(task: Task, total: int) -> Iterator[Callable[[Row], None]]:
     """A progress bar that says how many calls were declined and failed, and names failing seeds at once."""
+    status: Counter[str] = Counter()
+    with Bar(f"fuzz {task.backend}", total, transient=False) as bar:
 
-    def __init__(self, task: Task, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        def show(row: Row) -> None:
+            status[row["status"]] += 1
+            bar.advance(f"{status['declined']} declined, {status['failed']} failed")
+            if row["status"] == "failed":
+                bar.print(f"seed {row['seed']} FAILED")
 
-        text = TextColumn("{task.fields[counts]}")
-        columns = (
-            TextColumn(f"fuzz {task.backend}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            text,
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task("", total=total, counts="")
-        self._status: Counter[str] = Counter()
-
-    def __enter__(self) -> Callable[[Row], None]:
-        self._progress.start()
-        return self._show
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def _show(self, row: Row) -> None:
-        self._status[row["status"]] += 1
-        counts = f"{self._status['declined']} declined, {self._status['failed']} failed"
-        self._progress.update(self._task, advance=1, counts=counts)
-        if row["status"] == "failed":
-            self._progress.console.print(f"seed {row['seed']} FAILED", markup=False, highlight=False)
+        yield show
 
 
 if __name__ == "__main__":

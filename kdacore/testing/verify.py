@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdacore import config, files, machine
+from kdacore.progress import Bar
 from kdacore.registry import REGISTRY, missing
 
 if TYPE_CHECKING:
@@ -354,26 +355,13 @@ def _versions() -> dict[str, str]:
 @contextlib.contextmanager
 def _bar(total: int, backend: str, show: bool) -> Iterator[Callable[[Result], None]]:
     """A progress bar that says how many cases were declined and failed so far."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[counts]}"),
-        TimeElapsedColumn(),
-    )
     status = {"served": 0, "declined": 0, "failed": 0}
-    with Progress(*columns, console=console, disable=not show) as bar:
-        task = bar.add_task(f"verify {backend}", total=total, counts="")
+    with Bar(f"verify {backend}", total, show=show, transient=False) as bar:
 
         def advance(result: Result) -> None:
             status[result.status] += 1
-            counts = f"{status['declined']} declined, {status['failed']} failed"
-            bar.update(task, advance=1, counts=counts)
-            if result.status == "failed" and show:
-                bar.console.print(f"FAILED {result.case.id} (seed {result.case.seed})", markup=False)
+            bar.advance(f"{status['declined']} declined, {status['failed']} failed")
+            if result.status == "failed":
+                bar.print(f"FAILED {result.case.id} (seed {result.case.seed})")
 
         yield advance

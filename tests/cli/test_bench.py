@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kdacore import progress, report
 from kdacore.bench import arrays as made
 from kdacore.bench import (
     cases,
@@ -539,8 +540,36 @@ def test_check_fails_on_a_missed_figure(
     hopeless = dataclasses.replace(SMALL, goals={"reference": cases.Goal(1e-9)}, gate_sets=("init",))
     monkeypatch.setitem(PRESETS, "quick", (hopeless,))
     assert cli.main(["bench", "quick", "--samples", "3"]) == 0
+    assert "MISSED" not in capsys.readouterr().out, "nobody asked"
     assert cli.main(["bench", "quick", "--samples", "3", "--check"]) == 1
     assert "MISSED" in capsys.readouterr().out
+
+
+def test_the_bar_moves_within_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "quick", (dataclasses.replace(SMALL, gate_sets=("init",)),))
+    seen: list[float] = []
+    update = progress.Bar._update
+    monkeypatch.setattr(
+        progress.Bar,
+        "_update",
+        lambda bar: (seen.append(bar.completed), update(bar)),  # type: ignore[func-returns-value]
+    )
+    assert cli.main(["bench", "quick", "--samples", "4", "--device", "cpu"]) == 0
+    assert seen == sorted(seen) and seen[-1] == 1.0
+    assert len({x for x in seen if 0.5 < x < 1}) >= 3 and any(0 < x < 0.5 for x in seen)
+
+
+def test_work_without_a_bar_reports_to_nobody() -> None:
+    progress.within(0.5)
+    with progress.Bar("work", 2, show=False) as bar:
+        progress.within(0.5)
+        assert bar.completed == 0.5
+        bar.within(0.25)
+        assert bar.completed == 0.5
+        bar.advance("1 failed")
+        assert bar.completed == 1.0
+    progress.within(0.9)
+    assert bar.completed == 1.0
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -652,3 +681,42 @@ def test_committed_results_can_be_read() -> None:
         contents = results.read(path)
         assert contents["rows"] and contents["figures"] and all(run["commit"] for run in contents["runs"])
         assert all(row["status"] == "ok" for row in contents["rows"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [(0.2325284, 0.248, "232.5 .. 248 ms"), (0.891, 1.1309, "0.891 .. 1.131 s"), (1e-5, 2e-5, "10 .. 20 us")],
+)
+def test_quartiles_share_a_unit(low: float, high: float, text: str) -> None:
+    assert results.span(low, high) == text
+
+
+def test_the_tables_of_the_cpu_preset_fit_100_columns() -> None:
+    row = results.Row(
+        preset="cpu",
+        case="B1 T4096 H8",
+        phase="forward",
+        contender="recurrence, float64 (the oracle)",
+        status="ok",
+        gates="init",
+        backend="reference",
+        seconds=0.234,
+        low=0.2332,
+        high=0.2482,
+        samples=7,
+        error=3.5e-7,
+        peak_bytes=230_000_000,
+    )
+    out = report.console()
+    rows = [row, dataclasses.replace(row, contender="chunked forward")]
+    lines = str(results.row_table(rows, out)).splitlines()
+    assert lines[0] == "  B1 T4096 H8, gates init" and max(map(len, lines)) <= 100
+    figure = results.Figure(
+        preset="cpu",
+        name="peak memory, inputs included: chunked forward and backward",
+        value=4.149,
+        unit="x",
+        want="<= 6 x",
+        met=True,
+    )
+    assert max(map(len, str(results.figure_table([figure], out, judged=True)).splitlines())) <= 100

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import by_heads, plot
+from benchmarks import bar_charts, by_heads, plot
 from benchmarks.plot import forms_apart
+from kdacore.bench.palette import OTHERS, OWN, colours_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +81,16 @@ def test_a_committed_record_is_drawn(
 def test_a_current_record_says_where_its_last_run_was() -> None:
     record = {"rows": [], "runs": [{"commit": "a"}, {"commit": "b", "machine": {}}]}
     assert plot.of_last_run(record) == {**record, "commit": "b", "machine": {}}
+
+
+def test_a_contender_has_its_colour_in_every_picture() -> None:
+    alone = colours_of(["kdacore cuda", "fla-core 0.6.0"])
+    beside = colours_of(["fla-core 0.7.0", "kdacore triton", "a form", "kdacore cuda"])
+    assert alone["kdacore cuda"] == beside["kdacore cuda"] == bar_charts.COLOURS["kdacore cuda"]
+    assert alone["fla-core 0.6.0"] == beside["fla-core 0.7.0"] == bar_charts.COLOURS["fla-core"]
+    many = [f"form {i}" for i in range(len(OTHERS))]
+    assert len(set(colours_of([*many, "kdacore cuda"]).values())) == len(many) + 1
+    assert len(colours_of([*many, "one more"])) == len(many) + 1
+    two = colours_of(["kdacore cuda, fused", "kdacore cuda, segments", "kdacore cuda"])
+    assert len(set(two.values())) == 3
+    assert not set(OTHERS) & set(OWN.values())

@@ -81,3 +81,26 @@ def test_a_bad_environment_variable_is_named(
     monkeypatch.setattr(config, "_config", None)
     assert cli.main(["plugins"]) == 2
     assert "KDACORE_VALIDATE='maybe'; wanted 'shapes' or 'values'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["docter"], "doctor"),
+        (["explain", "chunk_kad"], "chunk_kda"),
+        (["explain", "chunk_kda", "--shpae", "1"], "--shape"),
+        (["explain", "chunk_kda", "--lowerbound=-5"], "--lower-bound"),
+        (["bench", "quikc"], "quick"),
+        (["bench", "--backend", "refrence"], "reference"),
+        (["tune", "configs", "--op", "chunk_kad"], "chunk_kda"),
+    ],
+)
+def test_misspelt_words_name_the_nearest(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(words)
+    except SystemExit as leaving:
+        status = int(str(leaving.code))
+    assert status == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"did you mean {meant!r}?")

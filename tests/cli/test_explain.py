@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -163,7 +166,8 @@ def test_hardware_that_is_assumed_need_not_be_here(capsys: pytest.CaptureFixture
     assert cli.main(["explain", "chunk_kda", *hopper]) == 0
     out = capsys.readouterr().out
     assert "-> fast: supported" in out and "     assumed, not here: no board\n" in out
-    assert out.splitlines()[-1].startswith("chosen: fast")
+    assert out.splitlines()[-2].startswith("chosen: fast")
+    assert out.splitlines()[-1] == "on sm_90: fast, cost unknown"
     assert cli.main(["explain", "chunk_kda", "--backend", "fast", *hopper, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["backend"] == "fast"
@@ -192,6 +196,7 @@ def test_a_package_that_is_missing_is_noted_where_hardware_is_assumed() -> None:
     call = CallDescription(device="cuda", arch="sm_90", kind="torch", dtype="bfloat16")
     judged = selection.judge(Registered(bare, "bare", "bare"), request_of(call), assumed=True)
     assert judged.supported and judged.lacking == ("no library; to get it: pip install library",)
+    assert judged.remedies == ("pip install library",)
     judged = selection.judge(Registered(bare, "bare", "bare"), request_of(call))
     assert [r.code for r in judged.reasons] == ["unavailable"] and not judged.lacking
 
@@ -201,14 +206,63 @@ def test_the_form_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     """As docs/guide/command-line.md has it."""
     words = ["--shape", "1,8192,8,8,128,128", "--device", "cuda", "--arch", "sm_90", "--safe-gate"]
     assert cli.main(["explain", "chunk_kda", *words]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("chosen: cuda, segments: 8 heads") and "; the device is assumed (" in last
+    *lines, last = capsys.readouterr().out.splitlines()
+    chosen = " ".join(" ".join(lines).partition("chosen: ")[2].split())
+    assert chosen.startswith("cuda, segments: 8 heads") and "; the device is assumed (" in chosen
+    assert max(map(len, lines)) <= 100
+    assert re.fullmatch(r"on sm_90: cuda, segments, 0\.\d+ ms", last)
     assert cli.main(["explain", "chunk_kda", *words, "--json"]) == 0
     forms = {c["backend"]: c["form"] for c in json.loads(capsys.readouterr().out)["candidates"]}
     assert forms["cuda"].startswith("segments: 8 heads (up to ") and forms["triton"].startswith(
         "segments: 8 heads"
     )
     assert not forms["reference"] and not forms["pallas"]
+
+
+@pytest.mark.usefixtures("every_backend")
+@pytest.mark.parametrize("op", ["chunk_kda", "chunk_gated_delta_rule"])
+def test_the_compilers_name_of_an_architecture_is_the_devices(
+    op: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for words in (["--arch", "sm_90"], ["--arch", "sm_90a"]):
+        assert cli.main(["explain", op, *words]) == 0
+        said.append(capsys.readouterr().out)
+    monkeypatch.setenv("KDACORE_ARCH", "sm_90a")
+    kdacore.config.refresh()
+    assert cli.main(["explain", op]) == 0
+    assert said[0] == said[1] == capsys.readouterr().out and "-> cuda: supported" in said[0]
+    shapes = {n: kdacore.ShapeDtype((1, 64, 2, 128), "bfloat16", "cuda", "torch", "sm_90a") for n in "qkv"}
+    assert kdacore.explain(op, **shapes, **_gates(op)).request.device.arch == "sm_90"
+
+
+def _gates(op: str) -> dict[str, kdacore.ShapeDtype]:
+    shape = (1, 64, 2, 128) if op == "chunk_kda" else (1, 64, 2)
+    shapes = {"g": shape, "beta": (1, 64, 2)}
+    return {n: kdacore.ShapeDtype(s, "bfloat16", "cuda", "torch", "sm_90") for n, s in shapes.items()}
+
+
+MISSING = """
+import sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        gone = ("torch", "triton", "jax", "jaxlib")
+        return None if name.partition(".")[0] in gone else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from kdacore.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
+    words = ["explain", "chunk_kda", "--arch", "sm_90", "--shape", "1,8192,8,8,128,128", "--safe-gate"]
+    run = subprocess.run([sys.executable, "-c", MISSING, *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    last = run.stdout.splitlines()[-1]
+    wanted = r"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms; pip install 'kdacore\[cuda\]'"
+    assert re.fullmatch(wanted, last), run.stdout
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "v5e"])

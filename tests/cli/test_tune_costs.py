@@ -68,11 +68,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of its own, and a CPU that ``kdacore tune`` takes for its GPU."""
     monkeypatch.setenv("KDACORE_CACHE_DIR", str(tmp_path))
     config.refresh()
+    monkeypatch.setattr(tune_costs, "default_device", lambda: "cuda")
     monkeypatch.setattr(tune_costs, "device_of", lambda name: HERE)
     monkeypatch.setattr(tune_costs, "name_of", lambda device: NAME)
     monkeypatch.setattr(tune_costs, "torch_name", lambda device: "cpu")
     monkeypatch.setattr(tune_costs, "CudaClock", Counter)
-    monkeypatch.setattr(cost_shapes, "cases", lambda: SMALL)
+    monkeypatch.setattr(cost_shapes, "cases", lambda device_type: SMALL)
     monkeypatch.setattr(cost_tables, "_name", lambda device: NAME)
     yield tmp_path / "costs" / "sm_x-Test-X1.json"
 
@@ -195,7 +196,7 @@ def test_where_the_file_goes_can_be_said(tmp_path: Path) -> None:
 
 
 def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tune", "--list", "--only", "phase=training"]) == 0
+    assert cli.main(["tune", "--list", "--device", "cuda", "--only", "phase=training"]) == 0
     assert "B=1 T=4096 H=8 phase=training" in capsys.readouterr().out
 
 
@@ -217,7 +218,7 @@ def test_what_it_cannot_do(
 
 
 def test_every_call_of_a_table_has_a_name_of_its_own() -> None:
-    names = [case.name for case in cost_shapes.cases()]
+    names = [case.name for device in ("cuda", "cpu") for case in cost_shapes.cases(device)]
     assert len(set(names)) == len(names)
 
 
@@ -232,7 +233,7 @@ def test_gpu_a_few_calls(tmp_path: Path) -> None:
 
 def test_cases_are_those_of_the_bench() -> None:
     """Every call of a table can be made, on the CPU in small."""
-    some = cost_shapes.cases()[::25]
+    some = cost_shapes.cases("cuda")[::25]
     for case in some:
         small = dataclasses.replace(cases.tiny(case), name=case.name)
         assert "reference" in cost_measure.seconds_of(small, "cpu", ONCE, clock.HostClock())

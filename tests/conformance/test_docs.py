@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kdacore.ops import OPS
 from kdacore.testing.checks import CHECKS
 
 pytestmark = pytest.mark.quick
@@ -59,7 +60,25 @@ def test_the_commands_are_those_the_plugin_test_runs() -> None:
         assert command in PAGE and command in tested
 
 
-def test_the_entry_point_is_the_example_s_own() -> None:
-    block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert block is not None
-    assert block[1] in (ROOT / "examples" / "plugin" / "pyproject.toml").read_text()
+def test_the_fields_of_the_inputs_are_those_of_the_definitions() -> None:
+    lines = PAGE[PAGE.index("| op | fields of `inputs` |") :].splitlines()[2:]
+    rows = [line.split("|")[1:3] for line in lines[: lines.index("")]]
+    listed = {
+        op: tuple(re.findall(r"`(\w+)`", fields))
+        for ops, fields in rows
+        for op in re.findall(r"`(\w+)`", ops)
+    }
+    assert listed == {name: op.arrays for name, op in OPS.items()}
+
+
+def test_the_skeleton_of_a_package_is_the_examples() -> None:
+    block = next(b for b in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "[build-system]" in b)
+    example = (ROOT / "examples" / "plugin" / "pyproject.toml").read_text().splitlines()
+    assert [line for line in block.splitlines() if line and line not in example] == []
+
+
+def test_every_file_the_examples_page_names_is_there() -> None:
+    folder = ROOT / "examples" / "plugin"
+    named = re.findall(r"^\| `([\w./]+)` \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert set(named) >= {"pyproject.toml", "kdacore_example/plugin.py"}
+    assert [name for name in named if not (folder / name).is_file()] == []

@@ -26,6 +26,7 @@ def numbers(*shape: int, dtype: Any = np.float32) -> Any:
 def tokens(lengths: tuple[int, ...] = LENGTHS, padding: int = 4) -> dict[str, Any]:
     T = sum(lengths) + padding
     x = {name: numbers(1, T, H, K) for name in ("q", "k", "v")}
+    x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
     x |= {"g": -np.abs(numbers(1, T, H, K)), "beta": np.full((1, T, H), 0.5, np.float32)}
     return {**x, "cu_seqlens": np.cumsum([0, *lengths])}
 

@@ -27,6 +27,7 @@ def validate_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _call(**changes: Any) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     call = {n: rng.standard_normal((B, T, H, K), dtype=np.float32) for n in ("q", "k", "v")}
+    call["k"] /= np.linalg.norm(call["k"], axis=-1, keepdims=True)
     call["g"] = -rng.random((B, T, H, K), dtype=np.float32)
     call["beta"] = rng.random((B, T, H), dtype=np.float32)
     return {**call, **changes}

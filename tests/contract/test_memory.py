@@ -22,6 +22,7 @@ BACKENDS = [("reference", "numpy"), ("reference", "torch"), ("triton", "torch"),
 def _call(kind: str) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     call = {n: rng.standard_normal((B, T, H, K)) for n in ("q", "k", "v")}
+    call["k"] /= np.linalg.norm(call["k"], axis=-1, keepdims=True)
     call["g"] = -rng.random((B, T, H, K))
     call["beta"] = rng.random((B, T, H))
     return {n: to_kind(x, kind, "float32") for n, x in call.items()}

@@ -91,7 +91,7 @@ def test_a_new_option_is_checked_by_its_definition(chunk_with_a_new_option: OpDe
 @pytest.mark.parametrize("op", OPS)
 def test_public_signatures_are_those_of_the_definitions(op: str) -> None:
     definition, parameters = OPS[op], inspect.signature(public(op)).parameters
-    named = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     arrays = {a.part_of or a.name: a.required for a in definition.array_arguments}
     assert set(named) == {*arrays, *definition.options, "backend"}
     for name, parameter in named.items():
@@ -115,7 +115,7 @@ def test_unknown_keywords_are_type_errors(op: str) -> None:
         lambda *args, **kwargs: kdacore.selection_of(op, *args, **kwargs),
     )
     for ask in asks:
-        with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'audits'$"):
+        with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'audits'"):
             ask(*arguments, audits=True)
 
 

@@ -202,7 +202,8 @@ def test_explaining_a_call_on_assumed_hardware_needs_no_driver(capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "-> cuda: supported" in out
     driver = _driver_missing()
-    assert (f"     assumed, not here: {driver}\n" in out) == (driver is not None)
+    said = " ".join(out.split())  # long lines go on in the next
+    assert (f"assumed, not here: {driver}" in said) == (driver is not None)
 
 
 def test_jax_is_served_what_torch_is_served() -> None:

@@ -39,6 +39,21 @@ def test_defaults() -> None:
     assert config.parse({"KDACORE_BACKEND": " a, b ,"}).backend == ("a", "b")
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_caches_go_where_the_system_keeps_them(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    platformdirs = pytest.importorskip("platformdirs")
+    asked = []
+    monkeypatch.setattr(config.sys, "platform", system)
+    monkeypatch.setattr(
+        platformdirs,
+        "user_cache_path",
+        lambda *name, **more: asked.append((name, more)) or Path("/caches/kdacore"),
+    )
+    assert config.parse({}).cache_dir == Path("/caches/kdacore")
+    assert asked == [(("kdacore",), {"appauthor": False})]
+    assert config.parse({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/kdacore")
+
+
 def test_nobody_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may run as a user whom no list knows, without HOME: caches go to the folder for temporary files."""
 

@@ -47,7 +47,7 @@ q, k, v = (rng.standard_normal((1, 9, 2, 8), dtype=np.float32) / 3 for _ in rang
 g, beta = -rng.random((1, 9, 2, 8), dtype=np.float32), rng.random((1, 9, 2), dtype=np.float32)
 packed = np.array([0, 4, 9])
 with kdacore.record_selections() as ran:
-    kdacore.chunk_kda(q, k, v, g, beta)                                  # auto: the higher rank
+    kdacore.chunk_kda(q, k, v, g, beta)                                  # auto: the lower cost
     with kdacore.use_backend("reference"):
         kdacore.chunk_kda(q, k, v, g, beta)
     with kdacore.use_backend("example"):
@@ -70,7 +70,7 @@ def test_it_is_found_and_chosen(installed: dict[str, str], tmp_path: Path) -> No
         "distribution": "kdacore-example-plugin",
         "available": True,
         "refused": ["option"],
-        "ran": ["example", "reference", "example", "reference", "example"],
+        "ran": ["reference", "reference", "example", "reference", "example"],
         "frameworks": [],
     }
 

@@ -118,7 +118,7 @@ def test_values_to_be_checked_go_through_forward(plugin: Plugin, monkeypatch: py
     checking = dataclasses.replace(config.get(), validate_values=True)
     monkeypatch.setattr(config, "get", lambda: checking)
     for _ in range(4):
-        call(torch.ones(1, 3, 2, 8))
+        call(torch.ones(1, 3, 2, 8), use_qk_l2norm_in_kernel=True)
     assert set(plugin.went) == {"forward"}
 
 

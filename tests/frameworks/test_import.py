@@ -43,3 +43,15 @@ x = np.ones((1, 4, 1, 4), np.float32)
 kdacore.chunk_kda(x, x, x, -x, x[..., 0], use_qk_l2norm_in_kernel=True)
 """
     assert not {"torch", "jax", "triton", "pytest"} & set(loaded_after(code))
+
+
+def test_dir_shows_public_names_and_modules_resolve() -> None:
+    code = """
+import types, kdacore
+names = dir(kdacore)
+assert set(kdacore.__all__) <= set(names) and "import_module" not in names and "Any" not in names
+for name in ("compat", "integrations", "parallel", "stages"):
+    assert name in names and isinstance(getattr(kdacore, name), types.ModuleType)
+assert kdacore.__version__
+"""
+    assert not {"torch", "jax", "triton"} & set(loaded_after(code))

@@ -110,6 +110,7 @@ def plugin() -> Iterator[None]:
     REGISTRY.register(Plugin(), "lengths-test")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of the verifier that raises
+        warnings.simplefilter("ignore", kdacore.PerformanceWarning)  # of the backends without a cost
         yield
     REGISTRY.unregister("lengths-test")
 
@@ -367,6 +368,7 @@ def test_new_lengths_skip_the_ordinary_path(kind: str, monkeypatch: pytest.Monke
     assert len(ordinary) == before + 2, "another option is another family"
 
 
+@pytest.mark.filterwarnings("ignore:.* is passed over:kdacore.PerformanceWarning")
 def test_a_change_of_the_backends_is_seen() -> None:
     forget()
     for T in range(4, 10):

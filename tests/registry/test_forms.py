@@ -134,6 +134,7 @@ def test_doctor_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_benchmark_rows_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from kdacore import report
     from kdacore.bench import runner
     from kdacore.bench.cases import Case
     from kdacore.bench.clock import Budget
@@ -143,7 +144,7 @@ def test_benchmark_rows_have_it(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(name="tiny", op="chunk_kda", kind="numpy", dtype="float32", B=1, T=5, H=2, K=4, V=4)
     rows = {r.contender: r for r in runner.run_case("test", case, "random", "cpu", (), Budget(2, 0.1)).rows}
     assert rows["kdacore several"].form == "short: 5 tokens" and rows["kdacore reference"].form == ""
-    assert re.search(r"several, short", str(row_table(list(rows.values()))))
+    assert re.search(r"several, short", str(row_table(list(rows.values()), report.console())))
 
 
 # --- slices -------------------------------------------------------------------------------------------------------
@@ -240,7 +241,8 @@ def test_assumed_hardware_is_answered_for_with_packages_installed(capsys: pytest
     lacking = ["no board", "no library; to get it: pip install library"]
     lacking.append("has no compiler (got sm_90; wanted pip install cc)")
     assert [line for line in lines if "not here" in line] == [f"     assumed, not here: {x}" for x in lacking]
-    assert lines[-1] == "chosen: several, long: 4096 tokens (highest rank)"
+    last = "on sm_90: several, long, cost unknown; pip install library; pip install cc"
+    assert lines[-2:] == ["chosen: several, long: 4096 tokens (highest rank)", last]
     assert cli.main(["explain", *HOPPER, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert next(c["lacking"] for c in told["candidates"] if c["backend"] == "several") == lacking

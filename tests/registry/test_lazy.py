@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from kdacore.lazy import lazy_function, lazy_module, package_probe
+from kdacore.machine import release_of
 
 
 def test_a_module_is_imported_by_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +59,10 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("no_such_package", "a_folder"):
         assert package_probe(name)() == f"{name} is not installed"
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"), [("3.7.1", (3, 7, 1)), ("0.11rc1", (0, 11)), ("3.6.0+git1a2b", (3, 6, 0))]
+)
+def test_versions_are_read_as_installers_read_them(version: str, numbers: tuple[int, ...]) -> None:
+    assert release_of(version) == numbers

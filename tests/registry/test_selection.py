@@ -133,10 +133,33 @@ def test_known_costs_come_first_and_ranks_order_the_rest() -> None:
     REGISTRY.register(plugin("high", 4, rank=10), "high")
     order = []
     for name in ("quick", "slow", "high", "low"):
-        order.append((kdacore.explain("chunk_kda", **call()).backend, ran()))
+        order.append((kdacore.explain("chunk_kda", **call()).backend, _ran_quietly()))
         REGISTRY.unregister(name)
     assert order == [(name, name) for name in ("quick", "slow", "high", "low")]
     assert ran() == "reference"
+
+
+def _ran_quietly() -> str:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "chunk_kda: backend .* is passed over", kdacore.PerformanceWarning)
+        return ran()
+
+
+def test_a_backend_passed_over_for_lack_of_a_cost_is_warned_of_once() -> None:
+    REGISTRY.register(plugin("quick", 2, rank=-5, cost=lambda r: 1e-9), "quick")
+    REGISTRY.register(plugin("high", 4, rank=10), "high")
+    assert kdacore.explain("chunk_kda", **call()).backend == "quick"  # which says nothing, and warns later
+    assert kdacore.selection_of("chunk_kda", **call()).backend == "quick"
+    wanted = "backend 'high' \\(rank 10\\) is passed over for 'quick'.* `kdacore tune --device cpu` measures 'high'"
+    with pytest.warns(kdacore.PerformanceWarning, match=wanted) as said:
+        assert ran() == "quick"
+        assert kdacore.chunk_kda(**call(T=9)) is not None
+    assert len(said) == 1
+    REGISTRY.unregister("high")
+    REGISTRY.register(plugin("lower", 3, rank=-9), "lower")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ran() == "quick"  # rank alone would not have chosen it
 
 
 @pytest.mark.parametrize("cost", [-1e-9, float("nan"), "1 ms"])

@@ -37,6 +37,8 @@ from triton import knobs
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
+from kdacore.machine import release_of
+
 from .l1_cache import prefer_l1
 
 Grid = tuple[int, int, int]
@@ -44,7 +46,7 @@ Grid = tuple[int, int, int]
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 """Compile options given explicitly: their defaults differ between Triton versions."""
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+TRITON = release_of(triton.__version__)[:2]
 _INT32_MAX = 2**31 - 1
 _IS_CUDA = torch.version.cuda is not None
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

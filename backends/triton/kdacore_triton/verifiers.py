@@ -57,8 +57,10 @@ def hardware(request: Request) -> Reason | None:
 @cache
 def triton_version() -> tuple[int, ...]:
     """Major and minor number of the installed Triton; empty when it is missing, which a requirement reports."""
+    from kdacore.machine import release_of  # here: the plugin imports quickly
+
     try:
-        return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+        return release_of(importlib.metadata.version("triton"))[:2]
     except importlib.metadata.PackageNotFoundError:
         return ()
 

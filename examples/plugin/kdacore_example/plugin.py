@@ -27,6 +27,12 @@ def _backward(request: Request, inputs: Any, saved: tuple[Any, ...], grads: Outp
     return backward(request, inputs, grads)
 
 
+def _seconds(request: Request) -> float:
+    """What a call takes, for automatic choice. Measured on one core: 80 us a token, 2.5 ns an element of its states."""
+    elements = request.B * request.HV * request.K * request.V
+    return request.T * (8e-5 + 2.5e-9 * elements)
+
+
 def make_backend() -> Backend:
     """The backend named ``example``."""
     everywhere = frozenset({"*"})  # portable code: verified on one machine is verified on all
@@ -41,17 +47,18 @@ def make_backend() -> Backend:
                 backward=_backward,
                 serves=SERVES,
                 verifiers=VERIFIERS,
+                cost=_seconds,
                 verified_archs=everywhere,
             ),
             "fused_recurrent_kda": OpImpl(
                 forward=_forward,
                 serves=SERVES | {"out"},
                 verifiers=VERIFIERS,
+                cost=_seconds,
                 verified_archs=everywhere,
             ),
         },
         summary="the recurrence in NumPy, as an example of a plugin",
-        rank=5,  # above the reference backend, so that auto chooses it where it can serve
     )
 
 

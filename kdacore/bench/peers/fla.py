@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from typing import Any
 
 from kdacore.bench.arrays import Arrays, options
 from kdacore.bench.cases import Case
 from kdacore.bench.peers.peer import Call, Peer
-from kdacore.machine import version_of
+from kdacore.machine import release_of, version_of
 
 HOPPER = (9, 0)
 WRONG_FROM, RIGHT_FROM = (3, 4), (3, 7, 1)
@@ -25,8 +24,7 @@ def _refusal(case: Case) -> str:
     if case.op != "chunk_gated_delta_rule" or not case.trains or version_of("tilelang"):
         return ""
     version = version_of("triton")
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-    if not WRONG_FROM <= numbers < RIGHT_FROM or _capability() != HOPPER:
+    if not version or not WRONG_FROM <= release_of(version) < RIGHT_FROM or _capability() != HOPPER:
         return ""
     return f"refuses to train with Triton {version} on Hopper without tilelang"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kdacore import files
 from kdacore.command_types import KernelBuilder
-from kdacore_cuda.architectures import PACKAGED_ARCHS
+from kdacore_cuda.architectures import PACKAGED_ARCHS, build_arch
 from kdacore_cuda.build.compiler import arch_problem, compile_kernel, nvrtc_version
 from kdacore_cuda.build.kernel_source import KernelSource, source_key
 from kdacore_cuda.build.launch_sizes import read_launch_sizes
@@ -18,7 +18,9 @@ from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 
 def builder() -> KernelBuilder:
     """Compiles every packaged kernel with NVRTC."""
-    return KernelBuilder("cuda", PACKAGED_ARCHS, FOLDER, problem=arch_problem, build=build_all)
+    return KernelBuilder(
+        "cuda", PACKAGED_ARCHS, FOLDER, problem=lambda arch: arch_problem(build_arch(arch)), build=build_all
+    )
 
 
 def build_all(
@@ -32,7 +34,7 @@ def build_all(
     unchanged are kept, and so are the manifest's rows for other architectures.
 
     Args:
-        archs: real architectures, for example ``("sm_90a", "sm_100f")``.
+        archs: real architectures, for example ``("sm_90a", "sm_100f")``, or those of devices.
         folder: where cubins and ``manifest.json`` go. Cubin files that the new manifest does not
             name are removed.
         report: called with one line per kernel.
@@ -41,7 +43,7 @@ def build_all(
     Raises BackendBuildError with the compiler's log, the manifest and its files then unchanged, and OSError when the
     folder cannot be written.
     """
-    archs, cubins = tuple(archs), cubins_in(folder)
+    archs, cubins = tuple(dict.fromkeys(map(build_arch, archs))), cubins_in(folder)
     files.check_writable(folder / MANIFEST)  # now rather than after minutes of compiling
     before, rows = cubins.rows(), {}
     for arch in archs:

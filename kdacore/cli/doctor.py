@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     call = call_arguments.call_of(args) if about_a_call else None
     spinner = Console(stderr=True).status("looking at the machine, the plugins and what they compute")
     with spinner, _stdout_aside():  # what plugins print is no part of the report
-        found = collect(not args.no_selfcheck, call, args.backend, tuple(args.names))
+        quick = not (args.names or args.verbose or args.json)
+        found = collect(not args.no_selfcheck, call, args.backend, tuple(args.names), quick)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -168,6 +169,7 @@ def collect(
     call: CallDescription | None = None,
     backend: str | None = None,
     names: tuple[str, ...] = (),
+    quick: bool = False,
 ) -> Report:
     """Look at everything. ``problems`` is empty exactly when ``exit`` is 0.
 
@@ -176,6 +178,7 @@ def collect(
         call: also explain this call.
         backend: the one it is forced on.
         names: of the backends that are run; all of them where empty.
+        quick: run them on the calls that take least.
     """
     problems: list[dict[str, str]] = []
 
@@ -207,7 +210,7 @@ def collect(
         usable = [
             r for r in registered if r.backend.name in available and r.backend.name in (names or available)
         ]
-        found["selfchecks"] = _selfchecks(usable, where, problem) if selfchecks else []
+        found["selfchecks"] = _selfchecks(usable, where, problem, quick) if selfchecks else []
         found["selfchecks_run"] = selfchecks
         found["refusals"] = [refusal._asdict() for refusal in selfcheck.refusals()]
         found["checks"] = _plugin_checks(problem)
@@ -384,9 +387,9 @@ def _state(path: Path) -> str:
     return "writable" if os.access(path, os.W_OK) else "read-only"
 
 
-def _selfchecks(usable: list[Registered], where: Machine, problem: Any) -> list[dict[str, Any]]:
+def _selfchecks(usable: list[Registered], where: Machine, problem: Any, quick: bool) -> list[dict[str, Any]]:
     def check(r: Registered) -> list[doctor_selfcheck.Check]:
-        return doctor_selfcheck.run(r, where, in_child=r.distribution != BY_HAND)
+        return doctor_selfcheck.run(r, where, in_child=r.distribution != BY_HAND, quick=quick)
 
     with ThreadPoolExecutor(2) as pool:
         rows = [row for rows in pool.map(check, usable) for row in rows]

@@ -64,12 +64,16 @@ class Check:
     detail: str = ""
 
 
-def run(registered: Registered, where: Machine, in_child: bool) -> list[Check]:
-    """Check one backend wherever this machine can run it."""
+def run(registered: Registered, where: Machine, in_child: bool, quick: bool = False) -> list[Check]:
+    """Check one backend wherever this machine can run it.
+
+    Args:
+        quick: without what JAX takes ten seconds and more to compile (:func:`requests`).
+    """
     places = [p for p in places_of(registered.backend, where) if _present(p, where)]
     if not in_child:
-        return [measure(registered, r) for r in requests(registered, places)]
-    words = [registered.backend.name, json.dumps([dataclasses.astuple(p) for p in places])]
+        return [measure(registered, r) for r in requests(registered, places, quick)]
+    words = [registered.backend.name, json.dumps([dataclasses.astuple(p) for p in places]), json.dumps(quick)]
     try:
         done = machine.start(_CHILD, words, SECONDS)
     except subprocess.TimeoutExpired as late:
@@ -93,24 +97,32 @@ def read(backend: str, text: str, problem: str) -> list[Check]:
 
 def child() -> None:
     """Run in the child: check the backend named on the command line and report line by line."""
-    name, places = sys.argv[1], [Place(*p) for p in json.loads(sys.argv[2])]
+    name, places, quick = sys.argv[1], [Place(*p) for p in json.loads(sys.argv[2])], json.loads(sys.argv[3])
     registered = REGISTRY.get(name)
     if any(p.kind == "torch" for p in places):
         import torch  # noqa: F401  an adapter looks for it among the imported modules
-    for request in requests(registered, places):
+    for request in requests(registered, places, quick):
         print(_MARK + json.dumps({"start": f"{request.op} on {request.device}, {request.kind}"}), flush=True)
         print(_MARK + json.dumps(dataclasses.asdict(measure(registered, request))), flush=True)
 
 
-def requests(registered: Registered, places: Iterable[Place]) -> list[Request]:
-    """The first plain call of each place and op, with each variant that the backend says it serves."""
+def requests(registered: Registered, places: Iterable[Place], quick: bool = False) -> list[Request]:
+    """The first plain call of each place and op, with each variant that the backend says it serves.
+
+    Args:
+        quick: not where two calls are enough, and of JAX one variant of each op, without gradients.
+    """
     found: list[Request] = []
     for place in places:
         brief = _brief(registered, place)
+        if brief and quick:
+            continue
         for op in registered.backend.ops:
             variants = _VARIANTS.get(OPS[op].family, ())
             if brief:
                 variants = variants[:1] if op in ("chunk_kda", "fused_recurrent_kda") else ()
+            if quick and place.kind == "jax":
+                variants = tuple({**change, "requires_grad": False} for change in variants[:1])
             for change in variants:
                 found += _first_served(registered, op, place, change)
     return found

@@ -33,7 +33,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[M
 
 @pytest.fixture
 def every_backend(small_machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backends kdacore ships, for a test that runs on a GPU."""
+    """The backends kdacore ships, in place of the reference alone."""
     monkeypatch.setattr(registry, "BUILTIN_PLUGINS", _real_plugins)
     REGISTRY.reset()
 

@@ -737,3 +737,18 @@ def test_where_no_framework_is_installed(tmp_path: Path) -> None:
         "torch is not installed and jax is not installed; to get it: pip install 'kdacore[cuda]'"
         in " ".join(done.stdout.split())
     )
+
+
+@pytest.mark.usefixtures("every_backend")
+def test_the_quick_checks_wait_for_no_compiled_gradient() -> None:
+    """Without -v: what JAX would compile for a minute is left out, nothing of NumPy and torch is."""
+    kinds = [Place("jax"), Place("numpy"), Place("torch")]
+    xla = REGISTRY.get("xla")
+    all_of_them, quick = (doctor_selfcheck.requests(xla, kinds, q) for q in (False, True))
+    assert {r.kind for r in quick} == {"jax"} < {r.kind for r in all_of_them}
+    assert any(r.needs_grad for r in all_of_them) and not any(r.needs_grad for r in quick)
+    assert {r.op for r in quick} == {r.op for r in all_of_them}
+    reference = REGISTRY.get("reference")
+    own, others = [Place("numpy"), Place("torch")], [Place("jax")]
+    assert doctor_selfcheck.requests(reference, own, True) == doctor_selfcheck.requests(reference, own)
+    assert not doctor_selfcheck.requests(reference, others, True)

@@ -77,7 +77,7 @@ def run_random(seeds: Iterable[int], launched: list[str]) -> None:
         elif result.case.check != "refusal":
             kernels = [name for name in launched if not name.startswith("decode_windows-")]
             assert kernels, f"seed {seed}: {launched}"
-            assert all(name.startswith(("decode-", "decode_head-")) for name in kernels), (
+            assert all(name.startswith(("decode-", "decode_head-", "decode_tokens-")) for name in kernels), (
                 f"seed {seed}: {kernels}"
             )
     assert not problems, "\n".join(problems)

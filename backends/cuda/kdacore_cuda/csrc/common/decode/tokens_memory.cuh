@@ -39,8 +39,10 @@ struct WarpMemory {
 };
 // A warp's part of the state of a whole head lies together: its channels of K, or its rows of V.
 constexpr u32 PART_BYTES = K * V * STATE_BYTES / WARPS;
-constexpr u32 AREA_BYTES = IN_SHARED ? PART_BYTES : sizeof(WarpMemory);
-static_assert(sizeof(WarpMemory) <= AREA_BYTES, "in the place of the state");
+// Between the passes of a long sequence a block's part is there again, in float32, while the next tokens are staged.
+constexpr u32 WAITING_BYTES = K * COLUMNS * 4 / WARPS;
+constexpr u32 AREA_BYTES = WAITING_BYTES > sizeof(WarpMemory) ? WAITING_BYTES : sizeof(WarpMemory);
+static_assert(!IN_SHARED || PART_BYTES <= AREA_BYTES, "room for the state");
 
 // A convolved token. k and q times the decay multiply the state before the token.
 struct StagedToken {
@@ -49,7 +51,7 @@ struct StagedToken {
   float norms[WARPS][4];  // sums of q q, k k and q k over each warp's channels
 };
 struct TokensMemory {
-  unsigned char areas[WARPS][AREA_BYTES];
+  unsigned char areas[WARPS][AREA_BYTES];  // of each warp: its part of the state as in device memory, then WarpMemory
   StagedToken tokens[PASS_TOKENS];
   float squares[MOST_TOKENS][SLICES];  // of outputs, over the columns of each of the head's blocks
   u64 come[WARPS];       // barriers: each warp's part of the state has come;

@@ -1,4 +1,4 @@
-// Where the candidates of a sequence start: rows of the pool, of records and of windows; and what is written of the
+// Where a sequence starts: rows of the pool, of records and of windows; and what its tokens leave of the
 // convolution's windows.
 #pragma once
 
@@ -36,8 +36,8 @@ struct Sequence {
   int candidates;  // row of `conv_windows`; negative: none
   Window before, state;  // the window before the first token; where the state's window is written
 };
-// Candidates continue from records that precede them, from the state behind one of an earlier call's candidates, or from
-// the row of the sequence.
+// A sequence continues from records that precede it, from the state behind one of an earlier call's candidates, or from
+// its row.
 __device__ __forceinline__ Sequence load_sequence(const DecodeRecordsParams& p, const Item& it) {
   const int n = it.n + it.zero;
   const bool wide = p.flags & FLAG_INDEX64;
@@ -96,8 +96,8 @@ __device__ __forceinline__ WindowPlaces window_places(const DecodeRecordsParams&
   if (whole) r.token = 2 * (u64)p.window_st;
   return r;
 }
-// Before the tokens. Only this thread touches the channel, and it has read the window before the tokens: windows may share
-// memory.
+// Before the tokens. Only this thread touches the channel, and it has read the window before the tokens: windows may
+// share memory.
 __device__ __forceinline__ void store_first_window(const DecodeRecordsParams& p, const Sequence& q, const Channel& c) {
   // With records the state before the candidates is left, and so is its window.
   if (q.records.exist && p.conv_windows && q.state.base) store_window(p, q.state, c);

@@ -6,8 +6,8 @@
 
 __device__ __forceinline__ LanePosition position_of(int column, u32) { return make_position(column, 0); }
 
-// The sums over K of so many rows of a lane are completed together. All rows at once would take as many registers again as
-// half of the state.
+// The sums over K of so many rows of a lane are completed together. All rows at once would take as many registers again
+// as half of the state.
 constexpr int SUMMED_ROWS = 8, GROUP_LANES = LANES / SUMMED_ROWS;
 static_assert(ROWS % SUMMED_ROWS == 0 && ROWS / SUMMED_ROWS <= GROUP_LANES, "a lane ends with the sums of one row");
 
@@ -54,7 +54,8 @@ __device__ __forceinline__ void take_token(float (&s)[ROWS][VECTOR], const LaneP
         qs[i] = multiply_add(q[c], s[first + i][c], qs[i]);
       }
     }
-    const float group_k = fold<SUMMED_ROWS, LANES / 2>(ks, at.lane), group_q = fold<SUMMED_ROWS, LANES / 2>(qs, at.lane);
+    const float group_k = fold<SUMMED_ROWS, LANES / 2>(ks, at.lane);
+    const float group_q = fold<SUMMED_ROWS, LANES / 2>(qs, at.lane);
     if (own_group(at) == first / SUMMED_ROWS) k_sum = group_k, q_sum = group_q;
   }
   const int column = update_position(at).v % COLUMNS;

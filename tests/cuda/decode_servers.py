@@ -1,4 +1,4 @@
-"""Calls of the fused decode ops with candidates by records, and servers that make them, for the tests in the emulator."""
+"""Calls of the fused decode ops with candidates by records, and servers that make them, for tests in the emulator."""
 
 from __future__ import annotations
 

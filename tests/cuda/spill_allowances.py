@@ -320,8 +320,8 @@ ALLOWED = (
             arch,
             "common/decode/decode_tokens.cu",
             {"COLUMNS": columns, "V_FIRST": v_first, "STATE_BF16": dtype == "bf16"},
-            "three blocks of 128 threads leave 168 registers, 128 of them for the state of a whole head, beside where the "
-            "sequence's records, windows and outputs are; not timed",
+            "three blocks of 128 threads leave 168 registers, 128 of them for the state of a whole head, beside where "
+            "the records, windows and outputs of the sequence are; not timed",
         )
         for arch, columns, v_first, by_dtype in (
             ("sm_90a", 128, 0, {"f32": 380, "bf16": 668}),

@@ -1,5 +1,5 @@
-"""The kernel for several tokens of the fused decode step, emulated: against the oracle, and bit for bit against decoding
-one token at a time, in every division among blocks."""
+"""The kernel for several tokens of the fused decode step, emulated: against the oracle, and bit for bit against
+decoding one token at a time, in every division among blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from kdacore_cuda.runtime import torch_launch
 FEW = (2, 1, 4, 0, 1, 1)
 SPLITS = [
     *((KDA, Split(slices, 1, True)) for slices in (1, 2, 4)),
-    *((GDN, Split(slices, heads, True)) for slices, heads in ((1, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4))),
+    *(
+        (GDN, Split(slices, heads, True))
+        for slices, heads in ((1, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4))
+    ),
 ]
 
 
@@ -64,7 +67,12 @@ def test_each_division(
     if state_dtype == torch.bfloat16 and split.slices == 4:
         return
     on_device_for(split, 6, monkeypatch)
-    given: dict[str, Any] = {"HV": split.heads, "K": 128, "state_dtype": state_dtype, "windows": "windows" in way}
+    given: dict[str, Any] = {
+        "HV": split.heads,
+        "K": 128,
+        "state_dtype": state_dtype,
+        "windows": "windows" in way,
+    }
     inputs = (candidates if "records" in way else by_states)(op, lengths=FEW, **given)
     request = check(inputs, op, state_v_first=v_first, **IN_PLACE)
     assert chosen(request).split == split
@@ -217,7 +225,9 @@ class OneToken(Server):
     def token(self, at: list[int], there: list[bool]) -> torch.Tensor:
         """``there``: which sequences have one. The others have no slot. Returns the outputs."""
         tokens = {
-            name: torch.stack([row[a] for row, a in zip(getattr(self.inputs, name), at, strict=True)])[:, None]
+            name: torch.stack([row[a] for row, a in zip(getattr(self.inputs, name), at, strict=True)])[
+                :, None
+            ]
             for name in ("x", "g", "beta", "z")
         }
         slots = torch.where(torch.tensor(there), self.inputs.state_indices, 0)
@@ -226,8 +236,8 @@ class OneToken(Server):
 
 
 def verified_and_decoded(op: str, v_first: bool, calls: int, **sizes: Any) -> tuple[Server, Server]:
-    """A server that verifies candidates by records, one of three sequences without, and one that decodes what came true.
-    Both have given the same outputs, but for the rounding of a norm's sum over blocks."""
+    """A server that verifies candidates by records, one of three sequences without, and one that decodes what came
+    true. Both have given the same outputs."""
     by_records, plain = Server(op, v_first=v_first, **sizes), OneToken(op, v_first=v_first, **sizes)
     rng, at, accepted = np.random.default_rng(1), [0, 0, 0], [0, 0, 0]
     for _ in range(calls):

@@ -133,7 +133,9 @@ def test_states_by_records_are_those_of_one_token_at_a_time(size: str, v_first: 
 
     def call(x: DecodeInputs) -> torch.Tensor:
         request = decode_request(op, x, state_v_first=v_first, **IN_PLACE)
-        return decode.forward(dataclasses.replace(request, device=Device("cuda", 0, f"sm_{major}{minor}")), x).o
+        return decode.forward(
+            dataclasses.replace(request, device=Device("cuda", 0, f"sm_{major}{minor}")), x
+        ).o
 
     o = call(by_records)
     for t in range(4):

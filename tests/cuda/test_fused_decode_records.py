@@ -22,6 +22,7 @@ from kdacore_cuda import unsupported_calls
 from kdacore_cuda.forms.commit.forward import commit_records
 from kdacore_cuda.forms.decode import forward as decode
 
+
 @pytest.mark.first_cases(4)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("windows", [False, True])
@@ -196,6 +197,7 @@ def test_commit_of_windows(windows: bool, dtype: torch.dtype, emulated: list[str
 
 
 # --- bit for bit --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def decode_kernel(
 
 
 _TOKENS_BLOCKS = {1: 3, 2: 3, 4: 2}
-"""Blocks of a value head -> blocks that a multiprocessor must have registers for. A whole float32 state in shared memory
-leaves room for three."""
+"""Blocks of a value head -> blocks that a multiprocessor must have registers for. Shared memory takes three with whole
+heads."""
 
 
 @cache

@@ -63,6 +63,8 @@ def keep(
     """
     named = there & (states.records != ZEROS)
     rows = states.records[named]
+    if not len(rows):  # sequences without records may have more tokens than there are records in a row
+        return
     records.update[rows, t] = update[named]
     records.key[rows, t] = key[named][:, :: request.HV // request.H]
     records.decay[rows, t] = decay[named].reshape(len(rows), *records.decay.shape[2:])

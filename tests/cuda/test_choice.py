@@ -114,7 +114,18 @@ FORMS: dict[str, tuple[Request, str]] = {
         "decode: the kernel for every call, 32 sequences of 48 heads, one block a head, windows of q and k in a launch",
     ),
     "the fused decode step by records": (
-        with_arrays(decoding(16, 32), record_update=(32, 4, 16, 128), record_indices=(32,)),
+        with_arrays(
+            decoding(16, 32, inplace_state=True), record_update=(32, 4, 16, 128), record_indices=(32,)
+        ),
+        "decode: the kernel for several tokens a sequence, 32 sequences of 16 heads, one block a head, "
+        "candidates by records",
+    ),
+    "the fused decode step by records, float16 states": (
+        with_arrays(
+            decoding(16, 32, inplace_state=True, state_dtype="float16"),
+            record_update=(32, 4, 16, 128),
+            record_indices=(32,),
+        ),
         "decode: the kernel for every call, 32 sequences of 16 heads, one block a head, candidates by records",
     ),
     "records without tokens": (
@@ -561,10 +572,34 @@ def test_the_fused_decode_step_for_every_call(name: str) -> None:
     assert found.mode == RecurrentMode.GENERAL and found.split is not None and found.split.slices == 1
 
 
+TOKENS_CALLS: dict[str, Any] = {
+    "tokens": {"T": 2},
+    "a pack": {"packed": True},
+    "candidates by states": {"state_indices_ndim": 2},
+    "rows for candidates": {"write_indices_ndim": 2},
+    "candidates by records": {},
+}
+
+
+@pytest.mark.parametrize("name", TOKENS_CALLS)
+def test_several_tokens_in_a_pool(name: str) -> None:
+    """They are divided as one token is; where states do not stay in a pool, the kernel for every call serves them."""
+    for request in (decoding(2), decoding(40, 2), decoding(16, 3, group=2, scalar=True), decoding(300)):
+        several = dataclasses.replace(request, inplace_state=True, **TOKENS_CALLS[name])
+        if "records" in name:
+            several = with_arrays(several, record_update=(8, 4, 2, 128), record_indices=(1,))
+        found = chosen(several)
+        assert (found.mode, found.split) == (chosen(request).mode, chosen(request).split)
+        assert "several tokens" in found.why
+        for change in ({"inplace_state": False}, {"state_dtype": "float16"}, {"state_indices_ndim": 0}):
+            assert chosen(dataclasses.replace(several, **change)).mode == RecurrentMode.GENERAL
+
+
 def test_the_fused_decode_step_without_clusters() -> None:
-    for request in (decoding(2), decoding(2, group=2, scalar=True)):
+    for request in (decoding(2), decoding(2, group=2, scalar=True), decoding(2, T=2, inplace_state=True)):
         found = chosen(dataclasses.replace(request, device=Device("cuda", 0, "sm_80")))
         assert found.split == Split(1, 1)
+        assert (found.mode == RecurrentMode.GENERAL) == (request.HV > request.H or request.T > 1)
 
 
 # --- launches follow ----------------------------------------------------------------------------------------------

@@ -57,6 +57,18 @@ def test_some_cases_from_jax(from_jax: Device) -> None:
     run_all([windows, by_records[0], traced], from_jax)
 
 
+def test_wide_heads_from_jax(from_jax: Device) -> None:
+    """By records and by states, by the kernel for several tokens."""
+    of_kda = [c for c in jax_cases() if c.op == OPS[0] and c.mode == "eager"]
+    by_records = next(c for c in of_kda if c.pool_use is not None and c.pool_use.records)
+    by_states = next(c for c in of_kda if c.conv_windows and c != by_records)
+    for case in (by_records, by_states):
+        wide = dataclasses.replace(case.shape, HV=case.shape.H, K=128, V=128)
+        narrow = dict.fromkeys(("dtype", "gate_dtype", "beta_dtype"), "bfloat16")
+        run_all([dataclasses.replace(case, shape=wide, **narrow)], from_jax)
+        assert [x.kernel.entry for x in from_jax.launched] == ["decode_tokens"], case.id
+
+
 @pytest.mark.exhaustive
 def test_every_case_from_jax(from_jax: Device) -> None:
     run_all(jax_cases(), from_jax)
@@ -77,7 +89,7 @@ def run_random(seeds: Iterable[int], launched: list[str]) -> None:
         elif result.case.check != "refusal":
             kernels = [name for name in launched if not name.startswith("decode_windows-")]
             assert kernels, f"seed {seed}: {launched}"
-            assert all(name.startswith(("decode-", "decode_head-")) for name in kernels), (
+            assert all(name.startswith(("decode-", "decode_head-", "decode_tokens-")) for name in kernels), (
                 f"seed {seed}: {kernels}"
             )
     assert not problems, "\n".join(problems)

@@ -19,6 +19,7 @@ from decode_calls import (
     rows_of,
 )
 from pool_checks import same_bits
+from record_calls import PARTS
 
 import kdacore
 from kdacore.oracle.decode import oracle_decode
@@ -96,6 +97,54 @@ def test_sizes_of_models(size: str, v_first: bool) -> None:
 def test_tokens(T: int, op: str, v_first: bool, state_dtype: torch.dtype) -> None:
     inputs = decode_inputs(op, B=5, T=T, H=4, HV=8, slots=9, state_dtype=state_dtype)
     check_on_gpu(inputs, op, state_v_first=v_first, **IN_PLACE)
+
+
+def candidates_of(op: str, T: int, sizes: dict[str, int], **more: Any) -> Any:
+    """``T`` candidates of each sequence, behind none to all ``T`` of the call before."""
+    B, slots = sizes["B"], sizes["B"] + 3
+    given: dict[str, Any] = {"slots": slots, "columns": 2 + T, "records": T}
+    given["record_indices"] = torch.randperm(slots)[:B].int()
+    given["num_replayed"] = (torch.arange(B) % (T + 1)).int()
+    return decode_inputs(op, T=T, **sizes, **(given | more))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("T", [4, 8])
+@pytest.mark.parametrize("size", SIZES)
+def test_records_of_sizes_of_models(size: str, T: int, v_first: bool, state_dtype: torch.dtype) -> None:
+    op, sizes, _ = SIZES[size]
+    inputs = candidates_of(op, T, sizes, state_dtype=state_dtype)
+    if sizes["B"] > 1:
+        inputs.record_indices[1] = -1
+        inputs.state_indices[0] = -1
+    check_on_gpu(inputs, op, state_v_first=v_first, **IN_PLACE)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_states_by_records_are_those_of_one_token_at_a_time(size: str, v_first: bool) -> None:
+    """Bit for bit. The second call by records writes the state behind the first one's candidates."""
+    op, sizes, split = SIZES[size]
+    if not split.four_warps:
+        return
+    by_records, plain = (on_gpu(candidates_of(op, 4, sizes, num_replayed=None)) for _ in range(2))
+    major, minor = torch.cuda.get_device_capability(0)
+
+    def call(x: DecodeInputs) -> torch.Tensor:
+        request = decode_request(op, x, state_v_first=v_first, **IN_PLACE)
+        return decode.forward(
+            dataclasses.replace(request, device=Device("cuda", 0, f"sm_{major}{minor}")), x
+        ).o
+
+    o = call(by_records)
+    for t in range(4):
+        token = {name: getattr(plain, name)[:, t : t + 1].contiguous() for name in ("x", "g", "beta", "z")}
+        alone = dict.fromkeys((*PARTS, "record_indices"))
+        assert same_bits(call(plain._replace(**token, **alone)), o[:, t : t + 1])
+    all_true = torch.full((sizes["B"],), 4, dtype=torch.int32, device="cuda")
+    call(by_records._replace(num_replayed=all_true))
+    assert same_bits(by_records.initial_state, plain.initial_state)
 
 
 @pytest.mark.parametrize("v_first", [False, True])

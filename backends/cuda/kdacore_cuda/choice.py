@@ -67,7 +67,7 @@ class Split(NamedTuple):
     heads: int
     """Value heads that are computed side by side; the others follow."""
     four_warps: bool = False
-    """By the kernel for one token whose blocks have four warps, and whole states in shared memory."""
+    """By the kernels for one token and for several whose blocks have four warps, and whole states in shared memory."""
 
     @property
     def blocks(self) -> int:
@@ -475,6 +475,13 @@ def recurrent_mode(r: Request) -> RecurrentMode:
     return RecurrentMode.ONE_TOKEN if one_token and usual_types else RecurrentMode.CONTIGUOUS
 
 
+_MODES_OF_TOKENS = {
+    RecurrentMode.GENERAL: _MODES[RecurrentMode.GENERAL],
+    RecurrentMode.ONE_TOKEN: "the kernel for several tokens a sequence",
+    RecurrentMode.ONE_TOKEN_HEAD_GATE: "the kernel for several tokens a sequence and a gate per head",
+}
+"""Those of the fused decode step where a sequence may have more than one token, or candidates."""
+
 DECODE_TAPS = 4
 """Taps of the convolution that the kernels for one token of the fused decode step have."""
 DECODE_HEADS = (1, 2, 4)
@@ -498,6 +505,7 @@ def decode_splits(mode: RecurrentMode, state_dtype: str, arch: str) -> tuple[Spl
 def _choose_decode(r: Request, device: Figures) -> Choice:
     mode, count, items = decode_mode(r, device.arch), device.multiprocessors, items_for_choice(r)
     split, group = decode_split(r, mode, items, device), r.HV // r.H
+    serves = _MODES if decodes_one_token(r) else _MODES_OF_TOKENS
     parts = [
         f"{split.slices} blocks a head on {count} multiprocessors" if split.slices > 1 else "one block a head"
     ]
@@ -507,7 +515,7 @@ def _choose_decode(r: Request, device: Figures) -> Choice:
         ]
     if r.has("record_update"):
         parts.append("candidates by records")
-    return Choice("decode", ", ".join([_MODES[mode], amount_of(r), *parts]), mode=mode, split=split)
+    return Choice("decode", ", ".join([serves[mode], amount_of(r), *parts]), mode=mode, split=split)
 
 
 _BLOCKS_AT_ONCE = {2: 4, 4: 1}
@@ -518,9 +526,10 @@ with half a head each."""
 
 def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -> Split:
     """The blocks of a cluster: all value heads of a key head, to which the windows of q and k belong, if there are
-    kernels for as many, else one; and one where the call names rows of records. Each is shared by as many blocks as
-    :data:`_BLOCKS_AT_ONCE` allows, of ``items`` sequences and value heads."""
-    if r.has("record_indices"):
+    kernels for as many, else one; and one where the call names rows of records and is served by the kernel for every
+    call. Each is shared by as many blocks as :data:`_BLOCKS_AT_ONCE` allows, of ``items`` sequences and value heads.
+    The number of blocks decides the order of sums of states ``[K, V]``: several tokens are divided as one would be."""
+    if r.has("record_indices") and mode == RecurrentMode.GENERAL:
         return Split(1, 1)
     splits, group = decode_splits(mode, r.state_dtype, device.arch), r.HV // r.H
     heads = group if group in [x.heads for x in splits] else 1
@@ -529,12 +538,18 @@ def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -
     return max(x for x in fitting if x.slices == 1 or items * x.slices <= _BLOCKS_AT_ONCE[x.slices] * most)
 
 
+def decodes_one_token(r: Request) -> bool:
+    """Whether a call of the fused decode step has one token and one state a sequence, and no candidates."""
+    one = r.T == 1 and not r.packed and r.state_indices_ndim == 1 and r.write_indices_ndim < 2
+    return one and not r.has("record_indices")
+
+
 def decode_mode(r: Request, arch: str) -> RecurrentMode:
     """The most specialised kernel of the fused decode step that serves the call if the layout of its arrays allows:
-    the general one, or one of those for one token a sequence."""
-    one = r.T == 1 and not r.packed and r.state_indices_ndim == 1 and r.write_indices_ndim < 2
-    one = one and not r.has("record_indices")
-    if not one or r.K != 128 or r.B * r.HV * r.K >= 2**31:
+    the general one, or those that know the types of arrays, one for one token a sequence, one for any number of
+    them."""
+    typed = decodes_one_token(r) or _has_kernel_for_tokens(r, arch)
+    if not typed or r.K != 128 or r.B * r.T * r.HV * r.K >= 2**31:
         return RecurrentMode.GENERAL
     types = {name: spec.dtype for name, spec in r.tensors if name not in ("initial_state", "write_pool")}
     if "conv_weight" not in types or r.spec("conv_weight").shape[1] != DECODE_TAPS or "conv_indices" in types:
@@ -547,6 +562,13 @@ def decode_mode(r: Request, arch: str) -> RecurrentMode:
         return RecurrentMode.ONE_TOKEN_HEAD_GATE if whole else RecurrentMode.GENERAL
     usual_types = types["g"] == types["beta"] == "bfloat16" and types.get("dt_bias", "float32") == "float32"
     return RecurrentMode.ONE_TOKEN if usual_types and group == 1 else RecurrentMode.GENERAL
+
+
+def _has_kernel_for_tokens(r: Request, arch: str) -> bool:
+    """Whether sequences of any number of tokens may be served in blocks of four warps, with the order of sums that one
+    token has there: on states that stay in a pool."""
+    in_pool = r.inplace_state and r.state_indices_ndim > 0
+    return arch in CLUSTER_ARCHS and in_pool and r.state_dtype != "float16"
 
 
 def _choose_stage(r: Request, device: Figures) -> Choice:

@@ -58,6 +58,7 @@ def packaged_kernels(arch: str) -> Iterator[KernelSource]:
         _each(decode.commit_windows_kernel),
         _each(decode.decode_kernel, (128,), _EITHER, _STATES, (Split(1, 1),), (RecurrentMode.GENERAL,), _YES),
         *[_of_decode(mode, dtype, arch) for mode in _DECODE_MODES for dtype in ("float32", *_HALVES)],
+        *[_of_tokens(mode, dtype, arch) for mode in _ONE_TOKEN_MODES for dtype in _STATES],
     ]
     kernels += _of_hopper() if arch == HOPPER else []
     for K in HEAD_DIMS:
@@ -75,6 +76,12 @@ def _of_decode(mode: RecurrentMode, state_dtype: str, arch: str) -> Iterator[Ker
     head_dims = HEAD_DIMS if mode == RecurrentMode.GENERAL else (128,)
     splits = decode_splits(mode, state_dtype, arch)
     return _each(decode.decode_kernel, head_dims, _EITHER, (state_dtype,), splits, (mode,))
+
+
+def _of_tokens(mode: RecurrentMode, state_dtype: str, arch: str) -> Iterator[Kernel]:
+    """The kernels of the fused decode step for several tokens, whose blocks have four warps."""
+    splits = [split for split in decode_splits(mode, state_dtype, arch) if split.four_warps]
+    return _each(decode.tokens_kernel, _EITHER, (state_dtype,), splits, (mode,))
 
 
 def _of_hopper() -> list[Iterator[Kernel]]:

@@ -18,6 +18,7 @@ from kdacore_cuda.forms.decode.launches import (
     strides_of,
 )
 from kdacore_cuda.forms.launches import ROWS
+from kdacore_cuda.forms.recurrent.record_numbers import PARTS
 from kdacore_cuda.forms.torch_forward import form_of
 from kdacore_cuda.kernel_parameters import ITEM_SIZES
 from kdacore_cuda.runtime import executor, torch_launch
@@ -26,8 +27,8 @@ from kdacore_cuda.runtime.torch_arguments import ALIGNMENT, contiguous, contiguo
 
 _FIELDS = DecodeInputs._fields
 _OUT, _READS, _WRITES = map(_FIELDS.index, ("out", "state_indices", "write_indices"))
-_ON_16_BYTES = ("conv_weight", "norm_weight", "initial_state", "write_pool", "z")
-"""Arrays that the kernels for one token read 8 or 16 bytes at a time; ``out`` every kernel writes so."""
+_ON_16_BYTES = ("conv_weight", "norm_weight", "initial_state", "write_pool", "z", *PARTS)
+"""Arrays that the kernels that know types read 8 or 16 bytes at a time; ``out`` every kernel writes so."""
 _PLAIN, _WHOLE_Z = (
     [_FIELDS.index(name) for name in names] for names in ((*_ON_16_BYTES, "out"), ("z", "out"))
 )
@@ -46,7 +47,7 @@ class Layout(NamedTuple):
     z_whole: bool
     """Four columns of z lie together, at a multiple of their bytes."""
     is_plain: bool
-    """The kernels for one token can read the arrays."""
+    """The kernels that know types can read the arrays."""
 
 
 def forward(request: Request, inputs: DecodeInputs) -> Outputs:
@@ -112,8 +113,12 @@ def _readable(r: Request, inputs: DecodeInputs) -> tuple[DecodeInputs, Layout | 
     is_plain = is_plain and all(
         _extent(x) < 2**31 for x in (given.x, given.g, given.beta, given.z) if x is not None
     )
-    if given.conv_state is not None:
-        is_plain = is_plain and _extent(given.conv_state[:1]) < 2**31
+    for windows in (given.conv_state, given.conv_windows):
+        is_plain = is_plain and (windows is None or _extent(windows[:1]) < 2**31)
+    if given.record_update is not None:
+        # One decay a head is read alone.
+        parts = PARTS[: 2 if r.scalar_gate else 3]
+        is_plain = is_plain and all(_has_whole_rows(getattr(given, name)) for name in parts)
     strides = tuple([() if x is None else tuple(x.stride()) for x in strided])
     return given, Layout(strides, of_rows, z_whole, is_plain)
 
@@ -123,6 +128,12 @@ def _is_whole(z: torch.Tensor | None) -> bool:
         return True
     steps = z.stride()
     return steps[-1] == 1 and not any(s % 4 for s in steps[:-1]) and z.data_ptr() % ALIGNMENT == 0
+
+
+def _has_whole_rows(x: torch.Tensor) -> bool:
+    """The elements of the last axis lie together, on 16 bytes where the array does."""
+    steps = x.stride()
+    return steps[-1] == 1 and not any(step * x.element_size() % ALIGNMENT for step in steps[:-1])
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -143,7 +154,7 @@ def _make_call(r: Request, layout: Layout | None) -> FastCall:
     else:
         on_16_bytes = _WHOLE_Z if layout.z_whole else [_OUT]
     bound: dict[int, tuple[Any, Any]] = {}  # by device: what allocates there, and makes the launch
-    take = itemgetter(*map(_FIELDS.index, arguments_of_launch(r)))
+    take = itemgetter(*map(_FIELDS.index, arguments_of_launch(launches)))
     return partial(_run, (launches, packed, take, itemgetter(*on_16_bytes, _OUT), bound, _results_of(r)))
 
 

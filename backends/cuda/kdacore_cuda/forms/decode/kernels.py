@@ -48,6 +48,35 @@ def decode_kernel(
     )
 
 
+_TOKENS_BLOCKS = {1: 3, 2: 3, 4: 2}
+"""Blocks of a value head -> blocks that a multiprocessor must have registers for. Shared memory takes three with whole
+heads."""
+
+
+@cache
+def tokens_kernel(v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode) -> Kernel:
+    """The kernel for several tokens of each sequence, by records or by states, in blocks of four warps. K = V = 128;
+    ``mode`` is one of those for one token."""
+    K, columns = 128, 128 // split.slices
+    warps, elements = K // _HEAD_WARP_CHANNELS, 4 if state_dtype == "float32" else 8
+    return make_kernel(
+        "common/decode/decode_tokens",
+        DECODE_RECORDS,
+        K_DIM=K,
+        WARPS=warps,
+        ROWS=K * columns // (elements * 32 * warps),
+        PARTS=1,
+        MIN_BLOCKS=_TOKENS_BLOCKS[split.slices],
+        COLUMNS=columns,
+        V_FIRST=v_first,
+        STATE_BF16=state_dtype == "bfloat16",
+        STATE_F16=True if state_dtype == "float16" else None,
+        RECORDS=True,
+        MODE=mode,
+        CLUSTER=split.blocks,
+    )
+
+
 _MIN_BLOCKS = {(128, 1): 2, (128, 2): 2, (128, 4): 2, (64, 1): 4}
 """Head dim and blocks of a value head -> blocks that a multiprocessor must have registers for. Heads are shared where
 there are no more blocks than multiprocessors."""

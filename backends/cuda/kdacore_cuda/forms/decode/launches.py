@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.choice import RecurrentMode, Split, decode_split
+from kdacore_cuda.choice import RecurrentMode, Split, decode_split, decodes_one_token
 from kdacore_cuda.forms.choice_on_device import chosen, figures_of
 from kdacore_cuda.forms.decode import kernels
 from kdacore_cuda.forms.launches import ROWS, Launches, arguments_of
@@ -93,7 +93,7 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         "z_whole": 1,
         "blocks": kernels.grid_blocks(r, split),
     }
-    records = r.has("record_indices")
+    records = takes_records(r, mode)
     if records:
         numbers |= numbers_of_records(r)
     kind = r.K, r.state_v_first, r.state_dtype, split, mode, records
@@ -105,9 +105,14 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
     )
 
 
-def arguments_of_launch(r: Request) -> tuple[str, ...]:
+def takes_records(r: Request, mode: RecurrentMode) -> bool:
+    """Whether the kernels of a call have the parameters of records. That for several tokens always has them."""
+    return r.has("record_indices") or (mode != RecurrentMode.GENERAL and not decodes_one_token(r))
+
+
+def arguments_of_launch(launches: Launches) -> tuple[str, ...]:
     """Arguments of the op that the launch of a call takes."""
-    return (*ARGUMENTS, *RECORD_ARRAYS) if r.has("record_indices") else ARGUMENTS
+    return launches.program.arrays[: -len(RESULTS)]
 
 
 def strided_of(r: Request) -> dict[str, tuple[str, ...]]:
@@ -155,20 +160,28 @@ _of_tokens = FamilyCache(_make_of_tokens)
 def _program(
     K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool
 ) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode, records)
-    return _joined((Launch("decode", kernel, "blocks", _FIELDS),), _NUMBERS, records)
+    return _joined((_launch(K, v_first, state_dtype, split, mode, records),), _NUMBERS, records)
 
 
 @cache
 def _program_with_windows(
     K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool
 ) -> Program:
-    kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode, records)
     steps = (
-        Launch("decode", kernel, "blocks", _FIELDS),
+        _launch(K, v_first, state_dtype, split, mode, records),
         Launch("decode_windows", kernels.windows_kernel(K, records), "window_blocks", _FIELDS),
     )
     return _joined(steps, (*_NUMBERS, "window_blocks"), records)
+
+
+def _launch(
+    K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool
+) -> Launch:
+    if records and mode != RecurrentMode.GENERAL:
+        kernel = kernels.tokens_kernel(v_first, state_dtype, split, mode)
+    else:
+        kernel = kernels.decode_kernel(K, v_first, state_dtype, split, mode, records)
+    return Launch("decode", kernel, "blocks", _FIELDS)
 
 
 def _joined(steps: tuple[Launch, ...], numbers: tuple[str, ...], records: bool) -> Program:

@@ -1,0 +1,168 @@
+// Tokens on their way to the recurrence: a thread's channels of q, k and v, convolved, and the decay of its channel,
+// for up to PASS_TOKENS tokens at once.
+#pragma once
+
+#include "common/decode/tokens_records.cuh"
+#include "common/decode/tokens_start.cuh"
+
+__device__ __forceinline__ int norm_column() { return thread_index() % NORM_LANES * 4; }
+__device__ __forceinline__ bool owns_column() { return COLUMNS == THREADS || thread_index() < COLUMNS; }
+
+// A block's part: columns of a value head.
+struct Part {
+  int rank, slice;  // in the cluster; of the head's columns
+  u32 memory;
+  int column() const { return slice * COLUMNS; }
+  int first() const { return rank - slice; }  // rank of the head's first block
+};
+
+// A token as it is loaded: of a thread's channels.
+struct ChannelInputs {
+  Bits<1> q, k, v, g;
+};
+// What a thread needs of its channels for all tokens.
+struct Channels {
+  Channel q, k, v;
+  RawGate<1> gate;
+};
+// Where the windows of these channels are written that no other block reads.
+struct ChannelWindows {
+  WindowPlaces q, k, v;
+};
+__device__ __forceinline__ void load_channel(const DecodeRecordsParams& p, Channel& c, int index) {
+  c.index = index + thread_index();
+  c.weight = load_elements<TAPS>(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
+  if (p.conv_bias) c.bias = load_elements<1>(p.conv_bias, (Offset)c.index, p.conv_bias_type);
+}
+__device__ __forceinline__ Channels load_channels(const DecodeRecordsParams& p, const Item& it, const Part& part) {
+  const int h = (int)((u64)it.hv * p.group_factor >> p.group_shift);  // hv / (HV / H)
+  Channels c;
+  load_channel(p, c.q, h * K);
+  load_channel(p, c.k, (p.H + h) * K);
+  c.v.index = 0;
+  if (owns_column()) load_channel(p, c.v, 2 * p.H * K + it.hv * V + part.column());
+  c.gate = load_gate<1>(p, it, thread_index());
+  return c;
+}
+__device__ __forceinline__ int gate_channel(const DecodeRecordsParams& p, const Item& it) {
+  return scalar_gate(p) ? it.zero : thread_index();
+}
+__device__ __forceinline__ ChannelInputs load_inputs(const DecodeRecordsParams& p, const Item& it, const Channels& c,
+                                                     Offset x_at, Offset g_at) {
+  ChannelInputs x;
+  x.q = load_elements<1>(p.x, x_at + c.q.index, TYPE_BFLOAT16);
+  x.k = load_elements<1>(p.x, x_at + c.k.index, TYPE_BFLOAT16);
+  if (owns_column()) x.v = load_elements<1>(p.x, x_at + c.v.index, TYPE_BFLOAT16);
+  x.g = load_elements<1>(p.g, g_at + gate_channel(p, it), g_type(p));
+  return x;
+}
+// The window before token `first` of a channel.
+__device__ __forceinline__ void find_window(const DecodeRecordsParams& p, const Sequence& sequence, Channel& c,
+                                            Offset x_at, int first) {
+  if (first == 0) return load_window(p, sequence.before, c);
+#pragma unroll
+  for (int i = 0; i < HISTORY; ++i)
+    c.window[i] = load_elements<1>(p.x, x_at + (first - HISTORY + i) * (Offset)p.x_st + c.index, TYPE_BFLOAT16);
+}
+
+__device__ __forceinline__ void find_windows(const DecodeRecordsParams& p, const Sequence& sequence, Channels& c,
+                                             Offset x_at, int first) {
+  find_window(p, sequence, c.q, x_at, first), find_window(p, sequence, c.k, x_at, first);
+  if (owns_column()) find_window(p, sequence, c.v, x_at, first);
+}
+
+// What the recurrence needs of `count` tokens from `first` on, to shared memory; and windows that no other block reads.
+__device__ __forceinline__ void stage_tokens(const DecodeRecordsParams& p, const Item& it, const Sequence& sequence,
+                                             Channels& c, const TokenPlaces& at, u32 memory, int first, int count) {
+  const ChannelGates<1> gate = finish_gate(p, c.gate);
+  if (first == 0) {
+    if (owns_column()) store_first_window(p, sequence, c.v);
+    if (CLUSTER == 1) store_first_window(p, sequence, c.q), store_first_window(p, sequence, c.k);
+  }
+  ChannelWindows to = {window_places(p, sequence, c.q.index), window_places(p, sequence, c.k.index),
+                       window_places(p, sequence, c.v.index)};
+  if (first > 0) {
+    const u64 before = first * to.v.token;
+    to.q.next += to.q.next ? before : 0, to.k.next += to.k.next ? before : 0, to.v.next += to.v.next ? before : 0;
+  }
+  Offset x_at = at.x + first * (Offset)p.x_st, g_at = at.g + first * (Offset)p.g_st;
+  ChannelInputs next = {};
+  if (count > 0) next = load_inputs(p, it, c, x_at, g_at);
+  u32 staged = memory + OFFSET(TokensMemory, tokens);
+#pragma unroll 1
+  for (int left = count; left > 0; --left, staged += sizeof(StagedToken)) {
+    const ChannelInputs x = next;
+    const bool is_first = first == 0 && left == count;
+    if (left > 1) {
+      x_at += (Offset)p.x_st, g_at += (Offset)p.g_st;
+      next = load_inputs(p, it, c, x_at, g_at);
+    }
+    const u32 own = staged + 4 * thread_index();
+    float decay[1] = {to_float(x.g, g_type(p))};
+    decays(p, decay, gate);
+    c.q.x = x.q, c.k.x = x.k, c.v.x = x.v;
+    const float q = convolve(p, c.q), k = convolve(p, c.k);
+    store_shared(own + OFFSET(StagedToken, decayed_q), __float_as_uint(q * decay[0]));
+    store_shared(own + OFFSET(StagedToken, decayed_k), __float_as_uint(k * decay[0]));
+    store_shared(own + OFFSET(StagedToken, k), __float_as_uint(k));
+    store_shared(own + OFFSET(StagedToken, decay), __float_as_uint(decay[0]));
+    if (owns_column()) {
+      store_shared(own + OFFSET(StagedToken, v), __float_as_uint(convolve(p, c.v)));
+      store_next_window(to.v, c.v, is_first);
+    }
+    if (CLUSTER == 1) store_next_window(to.q, c.q, is_first), store_next_window(to.k, c.k, is_first);
+    const float qq = sum_lanes<32>(q * q), kk = sum_lanes<32>(k * k), qk = sum_lanes<32>(q * k);
+    if (thread_index() % 32 == 0)
+      store_shared(staged + OFFSET(StagedToken, norms) + 16 * warp_index(), __float_as_uint(qq), __float_as_uint(kk),
+                   __float_as_uint(qk), 0);
+  }
+  if (first + count < it.length) return;
+  if (owns_column()) store_last_window(p, sequence, c.v, it.length);
+  if (CLUSTER == 1)
+    store_last_window(p, sequence, c.q, it.length), store_last_window(p, sequence, c.k, it.length);
+}
+
+// This lane's token of a pass: its factors, in registers of the lane whose number modulo the tokens it has.
+__device__ __forceinline__ Bits<1> load_beta(const DecodeRecordsParams& p, const Item& it, const TokenPlaces& at,
+                                             int first, int count) {
+  const int slot = thread_index() % PASS_TOKENS;
+  return load_elements<1>(p.beta, at.beta + (first + (slot < count ? slot : 0)) * (Offset)p.beta_st + it.zero,
+                          beta_type(p));
+}
+__device__ __forceinline__ float finish_beta(const DecodeRecordsParams& p, const Bits<1>& raw) {
+  float beta = to_float(raw, beta_type(p));
+  if (p.flags & FLAG_BETA_SIGMOID) beta = sigmoid(beta);
+  if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
+  return beta;
+}
+// What this lane's columns of its warp's output are multiplied with.
+__device__ __forceinline__ float4 load_norm(const DecodeRecordsParams& p, const Item& it, const Part& part,
+                                            const TokenPlaces& at, int first, int count) {
+  if (!p.norm_weight || warp_index() >= count) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int column = part.column() + norm_column();
+  Bits<4> z = {};
+  if (p.z) z = load_z(p, at.z + (first + warp_index()) * (Offset)p.z_st, column);
+  return norm_factors(p, load_norm_weight(p, it.hv, column), z);
+}
+
+// Brings what is loaded late as far as the L2: records that precede the call, and tokens of a pass behind its second.
+__device__ __forceinline__ void prefetch_late(const DecodeRecordsParams& p, const Item& it, const Part& part,
+                                              const Sequence& sequence, const Channels& c, const TokenPlaces& at) {
+  const int column = owns_column() ? thread_index() : 0;
+  RecordPlaces record = record_places(p, sequence.records, part.column() + column, thread_index());
+#pragma unroll 1
+  for (int left = sequence.records.replayed; left > 0; --left) {
+    prefetch_l2(reinterpret_cast<const void*>(record.update));
+    prefetch_l2(reinterpret_cast<const void*>(record.key));
+    prefetch_l2(reinterpret_cast<const void*>(record.decay));
+    next_record(p, record);
+  }
+  const u16* x = reinterpret_cast<const u16*>(p.x) + at.x;
+#pragma unroll
+  for (int t = 2; t < PASS_TOKENS; ++t) {
+    if (t >= it.length) break;
+    const u16* token = x + t * (Offset)p.x_st;
+    prefetch_l2(token + c.q.index), prefetch_l2(token + c.k.index), prefetch_l2(token + c.v.index);
+    if (!scalar_gate(p)) prefetch_l2(reinterpret_cast<const u16*>(p.g) + at.g + t * (Offset)p.g_st + thread_index());
+  }
+}

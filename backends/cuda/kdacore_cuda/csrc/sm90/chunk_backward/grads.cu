@@ -121,16 +121,16 @@ __device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const Chunk
 
 // dA and dL, shrunk, to shared memory; the partial sums of the unit before, which are complete
 // after this step's barrier.
-__device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
+__device__ __forceinline__ void share_pairs(const float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
                                             int n, u32 gate, const GateLoads& gate_loads, const Lane& l) {
-  const float largest = mask_pairs(pairs, l);
-  if (l.lane == 0)
-    store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), __float_as_uint(largest));
+  const PackedPairs packed = mask_pairs(pairs, p.scale, l);
+  const u32 largest = largest_pair(packed);
+  if (l.lane == 0) store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), largest);
   store_gate_parameters(p, gate_loads, gate, l);
   sync_block();
-  const Scaling by = make_scaling(shared, p.centre);
+  const Scaling by = make_scaling(shared, p.centre, l);
   if (l.thread == 0) store_shared(shared + OFFSET(SharedMemory, scaling), by.shrink, by.grow);
-  store_pairs(pairs, shared, p.scale, by, l);
+  store_pairs(packed, shared, by, l);
   if (n) store_partial_sums(p, shared, unit_at(shared, n - 1), l);
 }
 
@@ -249,7 +249,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
       save_decays(saved, up, shared, l);
     }
     wait_states(d);
-    scale_states(d, last, p.scale, make_scaling(shared, p.centre), l);
+    scale_states(d, last, p.scale, make_scaling(shared, p.centre, l), l);
     if (SK_IN_U) sync_block();
     Operands o;
     make_operands(o, saved, end, shared, scalars, l);

@@ -38,10 +38,11 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
   fence_registers(d.cs);
   fence_registers(cy);
   {
-    Operand sk;
-    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
+    const u32 own = shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half);
+    u32 sk[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
+      if (j % 2 == 0) load_operand_part(sk, own, j / 2, l);
       float up[4];
       load_decays(up, saved, j, shared, l);
 #pragma unroll

@@ -82,7 +82,7 @@ struct SharedMemory {
   float across[K];              // what the later half of tokens adds to the other's sums over tokens
   float bias[2][K];             // dbias of each half of tokens
   float rate[16];               // what each warp adds to dA_log
-  float largest[16];            // of each warp's pairs
+  u32 largest[16];              // of each warp's pairs, bits of a bfloat16
   float suffix_sums[2][K];      // sum over a half's tokens of sk cs
   GateParameters gate[2];
   float values[THREADS];  // what v gives to dbeta
@@ -227,10 +227,11 @@ constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 // A tile in pairs of tokens: word 2 (j & 1) + (e >> 1) of r[j >> 1] is elements e, e + 1 of d[j].
 typedef u32 Operand[2][4];
 
-__device__ __forceinline__ float element(const Operand& r, int j, int e) {
-  const u32 word = r[j >> 1][2 * (j & 1) + (e >> 1)];
+__device__ __forceinline__ float element(const u32 (&part)[4], int j, int e) {  // of the 16 tokens that have tile j
+  const u32 word = part[2 * (j & 1) + (e >> 1)];
   return e & 1 ? bf16_high(word) : bf16_low(word);
 }
+__device__ __forceinline__ float element(const Operand& r, int j, int e) { return element(r[j >> 1], j, e); }
 // The anchor that an element of the tile belongs to.
 __device__ __forceinline__ constexpr int anchor_of(int j) { return BOUNDED ? 0 : j >> 1; }
 

@@ -5,6 +5,7 @@
 #include "sm90/chunk_backward/grads_gate.cuh"
 #include "sm90/chunk_backward/grads_loads.cuh"
 #include "sm90/chunk_backward/grads_pair_sums.cuh"
+#include "sm90/chunk_backward/grads_token_sums.cuh"
 #if BOUNDED
 #include "sm90/chunk_backward/grads_pair_sums_bounded.cuh"
 #else
@@ -100,18 +101,8 @@ __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const
 // beyond it.
 __device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const float (&following)[2],
                                                      const Lane& l) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float carry = following[r];
-#pragma unroll
-    for (int j = 3; j >= 0; --j) {
-      const QuadSums sums = scan_quad<true>(d[j][2 * r] + d[j][2 * r + 1], l);
-      const float last = sums.aside + d[j][2 * r + 1];
-      d[j][2 * r] = carry + (last + d[j][2 * r]);
-      d[j][2 * r + 1] = carry + last;
-      carry += sums.all;
-    }
-  }
+  float sums[4] = {following[0], following[0], following[1], following[1]};
+  sum_tiles<true, 4>(d, sums, l);
 }
 
 // What all tokens after the half's give to its steps: through the chunk's end, through the other

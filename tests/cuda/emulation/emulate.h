@@ -103,6 +103,12 @@ inline u32 warp_max(u32 x) {
 }
 inline bool warp_any(bool x) { return warp_max((u32)x); }
 inline int uniform(int x) { return x; }
+inline u32 transpose(u32 x) {
+  const auto all = emu::exchange({{x}});
+  const int g = (emu::me->thread & 31) >> 2, t = emu::me->thread & 3;
+  const auto number = [&](int row) { return all[4 * row + (g >> 1)].w[0] >> 16 * (g & 1) & 0xffffu; };
+  return number(2 * t) | number(2 * t + 1) << 16;
+}
 
 template <class T>
 inline T load(u32 a, const emu::Site& site) {

@@ -180,16 +180,16 @@ __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&d
   const OutputRows to = channel_rows(p, unit, l);
   if (!BOUNDED && l.thread == UNIT_THREAD)
     write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
-  NormGradient q_norm = {}, k_norm = {};
   if (!GROUPED) {
-    q_norm = row_norm_gradient(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l);
-    k_norm = row_norm_gradient(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l);
+    store_norm_gradient(0, row_norm_gradient(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l), shared, l);
+    store_norm_gradient(1, row_norm_gradient(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l), shared, l);
+    sync_warp();
   }
-  store_row_gradient(d.aq, q_norm, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
+  store_row_gradient(d.aq, 0, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
   fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, channels_of(p), l);
-  store_row_gradient(dk, k_norm, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
+  store_row_gradient(dk, 1, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
   fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, channels_of(p), l);
-  store_beta_gradient(p, shared, scalars, unit, l);
+  store_beta_gradient(p, shared, scalars, unit, by.y, l);
   float following[2];
   load_following_sums(following, shared, states, last, by.x, l);
   sum_following_tokens(d.cs, following, l);
@@ -265,6 +265,9 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
       sum_pairs<1>(d, dk, o, saved, p, shared, scalars, l);
     else
       sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
+    l = make_lane(warp);
+    sum_channels(d, dk, p, shared, l);
+    add_values(shared, l);
     copy_async_wait<0>();
     fence_async_proxy();
     sync_block();

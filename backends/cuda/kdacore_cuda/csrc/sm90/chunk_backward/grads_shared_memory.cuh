@@ -77,7 +77,8 @@ struct SharedMemory {
 #endif
   RowScalars rows[2];
   ChunkDecays last[2];
-  float channel_sums[3][8][C];  // of 8 warps: for the norm of q, that of k, dbeta
+  // Of 8 warps, for the norm of q, that of k, dbeta; places of tokens: grads_channel_sums.cuh.
+  float channel_sums[3][8][C];
   float states[2][2][K];        // sum_v h dh of each half of V
   float across[K];              // what the later half of tokens adds to the other's sums over tokens
   float bias[2][K];             // dbias of each half of tokens
@@ -85,7 +86,8 @@ struct SharedMemory {
   u32 largest[16];              // of each warp's pairs, bits of a bfloat16
   float suffix_sums[2][K];      // sum over a half's tokens of sk cs
   GateParameters gate[2];
-  float values[THREADS];  // what v gives to dbeta
+  float values[16][HALF];  // what v gives to dbeta, of each warp's values
+  float of_values[C];      // the same of all values
   float scaling[2];       // shrink, grow
   u32 step[2];            // of the grid: slots, heads
   SharedUnit units[4];    // this one, the next ones and the one before, by number modulo 4
@@ -97,7 +99,7 @@ KDA_SHARED_BYTES(sizeof(SharedMemory));
 // Threads and warps that do something for the whole block: each in another warp, as all others wait
 // at the next barrier.
 constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
-constexpr int BETA_WARP = 3;  // of the first half of channels
+constexpr int BETA_WARP = 3, VALUES_WARP = 2;  // of the first half of channels
 
 struct Lane {
   int thread, lane, g, t;
@@ -270,26 +272,6 @@ __device__ __forceinline__ OfTokens load_tokens(u32 at, const Lane& l) {
   }
   return r;
 }
-
-// Sum over the warp's 16 channels of a value that each lane has one of a token (its own two
-// channels already added): in the end every lane has the sum of one token, token_of(lane). Each
-// step halves the number of values a lane has.
-__device__ __forceinline__ float sum_channels(const OfTokens& a, const Lane& l) {
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = a.x[i >> 1][i & 1];
-#pragma unroll
-  for (int half = 4; half; half >>= 1) {
-    const bool upper = l.g & half;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float keep = upper ? x[i + half] : x[i], send = upper ? x[i] : x[i + half];
-      x[i] = keep + shuffle_xor(send, 4 * half);
-    }
-  }
-  return x[0];
-}
-__device__ __forceinline__ int token_of(const Lane& l) { return 8 * (l.g >> 1) + 2 * l.t + (l.g & 1); }
 
 // Sum over a channel's 32 tokens, the lane's eight added already: the same number in all four
 // lanes.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/l2norm.cuh"
+#include "sm90/chunk_backward/grads_channel_sums.cuh"
 #include "sm90/chunk_backward/grads_gate.cuh"
 #include "sm90/chunk_backward/grads_loads.cuh"
 #include "sm90/chunk_backward/grads_pair_sums.cuh"
@@ -12,37 +13,21 @@
 #include "sm90/chunk_backward/grads_pair_sums_unbounded.cuh"
 #endif
 
-// This warp's channels of sum_d of each token of the half, to `which` of the block's sums.
-__device__ __forceinline__ void store_channel_sum(int which, float x, u32 shared, const Lane& l) {
-  const u32 at = OFFSET(SharedMemory, channel_sums) +
-                 4 * ((which * 8 + 4 * l.channel_half + l.warp) * C + HALF * l.token_half + token_of(l));
-  store_shared(shared + at, __float_as_uint(x));
+// Where a warp's channels' sums of the tokens of its half are.
+__device__ __forceinline__ u32 channel_sums_address(u32 shared, int which, int warp, const Lane& l) {
+  return shared + OFFSET(SharedMemory, channel_sums) + 4 * ((which * 8 + warp) * C + HALF * l.token_half);
 }
-// The sum over all channels of token `lane` of the half.
+__device__ __forceinline__ void store_channel_sums(int which, const float (&d)[4][4], u32 image, u32 shared, const Lane& l) {
+  TokenSums sums;
+  dot_with_rows(sums, d, shared + image, l);
+  store_token_sums(channel_sums_address(shared, which, 4 * l.channel_half + l.warp, l), sums, l);
+}
+// The sum over all channels of the token whose place is `lane`.
 __device__ __forceinline__ float load_token_sum(int which, u32 shared, const Lane& l) {
-  const u32 from =
-      shared + OFFSET(SharedMemory, channel_sums) + 4 * (which * 8 * C + HALF * l.token_half + l.lane);
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = load_shared1(from + 4 * C * i);
-  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-}
-// One float a token, of a warp that has one token a lane, for a lane's token pair j.
-__device__ __forceinline__ float2 token_pair(float x, int j, const Lane& l) {
-  return make_float2(shuffle(x, 8 * j + 2 * l.t), shuffle(x, 8 * j + 2 * l.t + 1));
+  return add_warps(channel_sums_address(shared, which, 0, l) + 4 * l.lane, 4 * C);
 }
 
-// Sum over the warp's channels of d x, x from the warp's own rows, for token token_of(l).
-__device__ __forceinline__ float dot_with_rows(const float (&d)[4][4], u32 image, u32 shared, const Lane& l) {
-  Operand x;
-  load_own(x, shared + image, l);
-  OfTokens sum = {};
-  each([&](int j, int e) { sum.x[j][e & 1] += element(x, j, e) * d[j][e]; });
-  return sum_channels(sum, l);
-}
-
-// All sums over pairs, and then those over channels that the norms and dbeta need. dq in aq, dk,
-// dgc in cs.
+// All sums over pairs. dq in aq, x in ax, dk, dgc in cs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], const Operands& o,
                                           const Decays& saved, const ChunkBackwardParams& p, u32 shared,
@@ -53,44 +38,52 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   float end[2][ANCHORS];
   load_anchor_ends<TOKEN_HALF>(end, shared, l);
   finish_pairs<TOKEN_HALF>(d, dk, o, saved, end, shared, scalars, l);
-  const float rk =
-      load_shared1(scalars + OFFSET(RowScalars, k_norm) + 4 * (HALF * l.token_half + token_of(l)));
-  const float x = load_shared1(shared + OFFSET(SharedMemory, scaling[1])) * rk *
-                  dot_with_rows(d.ax, OFFSET(SharedMemory, k), shared, l);
-  store_channel_sum(2, x + load_shared1(shared + OFFSET(SharedMemory, values) + 4 * l.thread), shared, l);
+}
+// Sums over channels that the norms and dbeta need, of x in ax, dq in aq and dk.
+__device__ __forceinline__ void sum_channels(const Accumulators& d, const float (&dk)[4][4], const ChunkBackwardParams& p,
+                                             u32 shared, const Lane& l) {
+  store_channel_sums(2, d.ax, OFFSET(SharedMemory, k), shared, l);
   if (!GROUPED && p.flags & FLAG_L2NORM) {
-    store_channel_sum(0, dot_with_rows(d.aq, OFFSET(SharedMemory, q), shared, l), shared, l);
-    store_channel_sum(1, dot_with_rows(dk, OFFSET(SharedMemory, k), shared, l), shared, l);
+    store_channel_sums(0, d.aq, OFFSET(SharedMemory, q), shared, l);
+    store_channel_sums(1, dk, OFFSET(SharedMemory, k), shared, l);
   }
 }
 
-// The norm's gradient of token `lane` of the half: what its row of gradients is multiplied by, and how much of the row
+// The norm's gradient of the token whose place is `lane`: what its row of gradients is multiplied by, and how much of the row
 // is taken away.
 __device__ __forceinline__ NormGradient row_norm_gradient(int which, u32 norms, float grow,
                                                           const ChunkBackwardParams& p, u32 shared,
                                                           const Lane& l) {
   // Norms are 1 where rows are not to be normalised.
-  const float norm = load_shared1(norms + 4 * (HALF * l.token_half + l.lane));
+  const float norm = load_shared1(norms + 4 * (HALF * l.token_half + token_at(l.lane)));
   return norm_gradient(p.flags & FLAG_L2NORM, norm, load_token_sum(which, shared, l), grow);
+}
+
+// Where a warp's factors of a token's rows (0: of q, 1: of k) are: in the place of dA.
+__device__ __forceinline__ u32 norm_gradients_address(u32 shared, int which, const Lane& l) {
+  return shared + OFFSET(SharedMemory, dA) + sizeof(NormGradient) * HALF * (2 * (l.thread >> 5) + which);
+}
+__device__ __forceinline__ void store_norm_gradient(int which, const NormGradient& x, u32 shared, const Lane& l) {
+  store_shared(norm_gradients_address(shared, which, l) + sizeof(NormGradient) * token_at(l.lane), x.by, x.less);
 }
 
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm
 // unless heads are grouped. The rows as they were given: where most of a gradient lies along them,
 // what is taken away needs more bits than operands have.
-__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], const NormGradient& norm,
-                                                   u32 image, float grow, const ChunkBackwardParams& p,
+__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], int which, u32 image, float grow, const ChunkBackwardParams& p,
                                                    u64 array, u32 shared, u32 unit, const OutputRows& to,
                                                    const Lane& l) {
   if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, K, l);
+  const u32 factors = norm_gradients_address(shared, which, l) + sizeof(NormGradient) * 2 * l.t;
   Operand r;
   load_own(r, shared + image, l);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 by = token_pair(norm.by, j, l), less = token_pair(norm.less, j, l);
+    const float4 norms = load_shared4(factors + sizeof(NormGradient) * 8 * j);
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
-      const float x = d[j][e] * by.x - element(r, j, e) * less.x,
-                  y = d[j][e + 1] * by.y - element(r, j, e + 1) * less.y;
+      const float x = d[j][e] * norms.x - element(r, j, e) * norms.y,
+                  y = d[j][e + 1] * norms.z - element(r, j, e + 1) * norms.w;
       r[j >> 1][2 * (j & 1) + (e >> 1)] = pack_bf16(x, y);
     }
   }
@@ -167,11 +160,13 @@ __device__ __forceinline__ void store_partial_sums(const ChunkBackwardParams& p,
 
 // dbeta: one warp a side has all tokens' sums.
 __device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p, u32 shared, u32 scalars,
-                                                    u32 unit, const Lane& l) {
+                                                    u32 unit, float grow, const Lane& l) {
   if (l.channel_half || l.warp != BETA_WARP) return;
-  const int token = HALF * l.token_half + l.lane;
-  const float beta = load_shared1(scalars + 4 * token);
-  float d = load_token_sum(2, shared, l);
+  const int token = HALF * l.token_half + token_at(l.lane);
+  const float beta = load_shared1(scalars + 4 * token),
+              by = load_shared1(scalars + OFFSET(RowScalars, k_norm) + 4 * token) * grow;
+  float d = by * load_token_sum(2, shared, l) +
+            load_shared1(shared + OFFSET(SharedMemory, of_values) + 4 * (HALF * l.token_half + l.lane));
   if (p.flags & FLAG_BETA_SIGMOID) d *= beta * (1.0f - (p.flags & FLAG_NEG_EIGVAL ? 0.5f * beta : beta));
   if (token < unit_int(unit, OFFSET(SharedUnit, rows)))
     store_scalar(p.dbeta, unit_long(unit, OFFSET(SharedUnit, row)) + (long long)token * p.HV, p.beta_type, d);

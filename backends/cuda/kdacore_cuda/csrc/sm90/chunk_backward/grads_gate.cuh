@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/chunk_backward/grads_loads.cuh"
+#include "sm90/chunk_backward/grads_token_sums.cuh"
 
 // dt_bias of a channel or, by one thread, A_log of the head: requested early, used later by the same thread, so that no
 // thread waits for it in between.
@@ -49,8 +50,7 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBa
 }
 
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
-// element, and at the end of each anchor's tokens of the lane's two channels. Sums use earlier
-// tokens only: later ones must not change their last bits.
+// element, and at the end of each anchor's tokens of the lane's two channels.
 __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS],
                                        const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
@@ -71,21 +71,14 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
     each([&](int j, int e) { up[j][e] = 8 * j + (e & 1) < left ? up[j][e] : 0.0f; });
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float carry = p.centre;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const QuadSums sums = scan_quad<false>(up[j][2 * r] + up[j][2 * r + 1], l);
-      const float first = sums.aside + up[j][2 * r];
-      up[j][2 * r + 1] = exp2_fast(carry + (first + up[j][2 * r + 1]));
-      up[j][2 * r] = exp2_fast(carry + first);
-      carry += sums.all;
-      if (j == 3 || (!BOUNDED && j == 1)) {
-        end[r][anchor_of(j)] = exp2_fast(carry);
-        carry = p.centre;
-      }
-    }
+  for (int anchor = 0; anchor < ANCHORS; ++anchor) {
+    constexpr int TILES = 4 / ANCHORS;
+    float sums[4] = {p.centre, p.centre, p.centre, p.centre};
+    sum_tiles<false, TILES>(&up[TILES * anchor], sums, l);
+    end[0][anchor] = exp2_fast(sums[0]);
+    end[1][anchor] = exp2_fast(sums[2]);
   }
+  each([&](int j, int e) { up[j][e] = exp2_fast(up[j][e]); });
 }
 
 // What a lane adds to the gradients of dt_bias of its two channels and of A_log, times SUM_SCALE.

@@ -280,16 +280,4 @@ __device__ __forceinline__ float sum_quad(float x) {
   return x + shuffle_xor(x, 2);
 }
 
-// The same, and the sum of the lanes before this one, or of those after it; the other lanes do not
-// influence its last bits.
-struct QuadSums {
-  float aside, all;
-};
-template <bool AFTER>
-__device__ __forceinline__ QuadSums scan_quad(float x, const Lane& l) {
-  const float one = shuffle_xor(x, 1), pair = x + one, two = shuffle_xor(pair, 2);
-  const float near = (l.t & 1) == !AFTER ? one : 0.0f, far = (l.t >> 1) == !AFTER ? two : 0.0f;
-  return {near + far, pair + two};
-}
-
 __device__ __forceinline__ float power_of_two(int n) { return __uint_as_float((u32)(127 + n) << 23); }

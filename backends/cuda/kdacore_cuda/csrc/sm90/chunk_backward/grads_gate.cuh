@@ -25,12 +25,8 @@ __device__ __forceinline__ void store_gate_parameters(const ChunkBackwardParams&
     store_shared(to + OFFSET(GateParameters, shift), __float_as_uint(gate_shift<BOUNDED>(p.gate, gate.x)));
 }
 
-// g + dt_bias of every element.
-__device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate,
-                                                 u32 shared, const Lane& l) {
-  const float shift = is_softplus<BOUNDED>(p.gate) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
-  const float bias[2] = {load_shared1(gate + 4 * l.channel) + shift,
-                         load_shared1(gate + 4 * l.channel + 32) + shift};
+// The gate's raw inputs.
+__device__ __forceinline__ void load_raw_gates(float (&x)[4][4], u32 shared, const Lane& l) {
   if constexpr (G_FLOAT) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -38,15 +34,64 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBa
       const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        x[j][e] =
-            load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j) +
-            bias[e >> 1];
+        x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j);
     }
   } else {
     Operand g;
     load_own(g, shared + OFFSET(SharedMemory, g), l);
-    each([&](int j, int e) { x[j][e] = element(g, j, e) + bias[e >> 1]; });
+    each([&](int j, int e) { x[j][e] = element(g, j, e); });
   }
+}
+__device__ __forceinline__ float2 load_biases(u32 gate, const Lane& l) {
+  return make_float2(load_shared1(gate + 4 * l.channel), load_shared1(gate + 4 * l.channel + 32));
+}
+// Adds dt_bias, and the shift of a softplus.
+__device__ __forceinline__ void add_biases(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate, const Lane& l) {
+  const float shift = is_softplus<BOUNDED>(p.gate) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
+  const float2 biases = load_biases(gate, l);
+  const float bias[2] = {biases.x + shift, biases.y + shift};
+  each([&](int j, int e) { x[j][e] += bias[e >> 1]; });
+}
+
+// exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates and biases are neither large nor zero: the
+// shift is then exact to 2^-18, and no product infinite but that with an infinite g.
+struct UsualGate {
+  float slope, shift[2];  // of the lane's two channels
+  bool usual;             // the same in all lanes
+};
+constexpr float LARGEST_USUAL_SLOPE = 1048576.0f, LARGEST_USUAL_SHIFT = 64.0f;
+__device__ __forceinline__ UsualGate usual_gate(const ChunkBackwardParams& p, u32 gate, const Lane& l) {
+  const float slope = slope_of(load_shared1(gate + OFFSET(GateParameters, rate)));
+  const float2 biases = load_biases(gate, l);
+  UsualGate r = {slope, {slope * biases.x, slope * biases.y}, false};
+  const bool usual = p.gate == GATE_SIGMOID && slope < 0.0f && slope >= -LARGEST_USUAL_SLOPE &&
+                     fabsf(r.shift[0]) <= LARGEST_USUAL_SHIFT && fabsf(r.shift[1]) <= LARGEST_USUAL_SHIFT;
+  r.usual = BOUNDED && !warp_any(!usual);
+  return r;
+}
+
+// log2 decays of every token from the gate's raw inputs.
+__device__ __forceinline__ void decay_steps(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate, const Lane& l) {
+  const UsualGate usual = usual_gate(p, gate, l);
+  if (usual.usual) {
+    const float unit = max_or_nan(reciprocal(p.lower_bound * LOG2E), -LARGEST);
+    each([&](int j, int e) {
+      x[j][e] = reciprocal(exp2_fast(x[j][e] * usual.slope + usual.shift[e >> 1]) * unit + unit);
+    });
+    return;
+  }
+  add_biases(x, p, gate, l);
+  const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
+  if (is_still(p.gate, rate)) scale_by_zero(x);
+  if (p.gate == GATE_SIGMOID) {
+    const float slope = slope_of(rate), bound = p.lower_bound * LOG2E;
+    each([&](int j, int e) { x[j][e] = sigmoid_step(bound, slope, x[j][e]); });
+  } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
+    each([&](int j, int e) { x[j][e] = softplus_step(-rate, LOG2E * x[j][e]); });
+  } else {
+    each([&](int j, int e) { x[j][e] *= LOG2E; });
+  }
+  each([&](int j, int e) { x[j][e] = max_or_nan(x[j][e], p.floor); });
 }
 
 // With P the log2 decay from the first token that shares its anchor: up = 2^(P + centre) of every
@@ -54,18 +99,8 @@ __device__ __forceinline__ void load_gate_inputs(float (&x)[4][4], const ChunkBa
 __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS],
                                        const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
-  load_gate_inputs(up, p, gate, shared, l);
-  const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
-  if (is_still(p.gate, rate)) scale_by_zero(up);
-  if (p.gate == GATE_SIGMOID) {
-    const float slope = slope_of(rate), bound = p.lower_bound * LOG2E;
-    each([&](int j, int e) { up[j][e] = sigmoid_step(bound, slope, up[j][e]); });
-  } else if (!BOUNDED && p.gate == GATE_SOFTPLUS) {
-    each([&](int j, int e) { up[j][e] = softplus_step(-rate, LOG2E * up[j][e]); });
-  } else {
-    each([&](int j, int e) { up[j][e] *= LOG2E; });
-  }
-  each([&](int j, int e) { up[j][e] = max_or_nan(up[j][e], p.floor); });
+  load_raw_gates(up, shared, l);
+  decay_steps(up, p, gate, l);
   if (rows < C) {
     const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { up[j][e] = 8 * j + (e & 1) < left ? up[j][e] : 0.0f; });
@@ -85,6 +120,7 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
 struct GateSums {
   float bias[2], rate;
 };
+constexpr float SMALLEST_FACTOR = 1.0f / 1.2676506e30f, LARGEST_FACTOR = 1.2676506e30f;  // 2^-100, 2^100
 // The largest number of g's type.
 constexpr float LARGEST_GRADIENT = G_FLOAT ? LARGEST : LARGEST_BF16;
 
@@ -101,15 +137,23 @@ __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float
 }
 
 // Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller;
-// replaced), and their sums.
-__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
-                                                  float grow, int rows, u32 shared, const Lane& l) {
-  float x[4][4];
-  load_gate_inputs(x, p, gate, shared, l);
-  if (rows < C) {
-    const int left = rows - HALF * l.token_half - 2 * l.t;
-    each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
-  }
+// replaced), and their sums, of raw inputs x of a usual gate.
+__device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], const float (&x)[4][4], const UsualGate& usual,
+                                                        float factor, u32 gate, const Lane& l) {
+  GateSums sums = {};
+  each([&](int j, int e) {
+    const float s = reciprocal(1.0f + exp2_fast(x[j][e] * usual.slope + usual.shift[e >> 1]));
+    d[j][e] = d[j][e] * (s - s * s) * factor;
+    sums.bias[e >> 1] += d[j][e];
+    sums.rate += d[j][e] * x[j][e];
+  });
+  const float2 biases = load_biases(gate, l);
+  sums.rate += sums.bias[0] * biases.x + sums.bias[1] * biases.y;
+  return sums;
+}
+// The same of other gates, of inputs x with their biases.
+__device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (&x)[4][4], const ChunkBackwardParams& p,
+                                                       u32 gate, float grow) {
   const float a = load_shared1(gate + OFFSET(GateParameters, rate));
   if (is_still(p.gate, a)) scale_by_zero(x);
   GateSums sums = {};
@@ -127,7 +171,30 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkB
     each([&](int j, int e) { d[j][e] = log_gradient(d[j][e], grow, x[j][e], p.floor); });
   }
   each([&](int j, int e) { sums.bias[e >> 1] += d[j][e]; });
-  if (p.gate == GATE_SIGMOID && !(fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST))
+  return sums;
+}
+__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
+                                                  float grow, int rows, u32 shared, const Lane& l) {
+  float x[4][4];
+  load_raw_gates(x, shared, l);
+  if (rows < C) {
+    const int left = rows - HALF * l.token_half - 2 * l.t;
+    each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
+  }
+  const UsualGate usual = usual_gate(p, gate, l);
+  // The rate and `grow` at once, where their product has all its bits and is finite.
+  const float factor = load_shared1(gate + OFFSET(GateParameters, rate)) * (p.lower_bound * grow);
+  const bool quick = usual.usual && fabsf(factor) >= SMALLEST_FACTOR && fabsf(factor) <= LARGEST_FACTOR;
+  GateSums sums;
+  if (quick) {
+    sums = usual_gate_backward(d, x, usual, factor, gate, l);
+  } else {
+    add_biases(x, p, gate, l);
+    sums = rare_gate_backward(d, x, p, gate, grow);
+  }
+  if (p.gate == GATE_SIGMOID && !(fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST)) {
+    if (quick) add_biases(x, p, gate, l);
     return saturated_sums(d, x);
+  }
   return {SUM_SCALE * sums.bias[0], SUM_SCALE * sums.bias[1], SUM_SCALE * sums.rate};
 }

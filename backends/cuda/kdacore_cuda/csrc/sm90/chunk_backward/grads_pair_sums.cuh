@@ -15,21 +15,25 @@
 #include "sm90/chunk_backward/grads_operands.cuh"
 #include "sm90/chunk_backward/grads_states.cuh"
 
-// For each of the lane's channels the sum over the half's tokens of f(j, e), to float [128] at
-// `to`.
-template <class F>
-__device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
-  float sum[2] = {};
-  each([&](int j, int e) { sum[e >> 1] += f(j, e); });
+// Sums over the half's tokens of the lane's channels, the lane's tokens added already, to float [128] at `to`.
+__device__ __forceinline__ void store_token_sums(u32 to, const float (&sum)[2], const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = sum_quad(sum[r]);
     if (l.t == 0) store_shared(to + 4 * (l.channel + 8 * r), __float_as_uint(total));
   }
 }
+// The same of f(j, e).
+template <class F>
+__device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
+  float sum[2] = {};
+  each([&](int j, int e) { sum[e >> 1] += f(j, e); });
+  store_token_sums(to, sum, l);
+}
 
 // After the products of the half's own pairs were started, those of cs and cy first: then dq in aq,
-// x in ax, dk in cy, dgc in cs.
+// x in ax, dk in cy, dgc in cs. The later half stores sums over its tokens that the other one needs: of dgc, and where an
+// anchor serves a half (else add_across() has it) of sk cs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o,
                                              const Decays& saved, const float (&end)[2][ANCHORS], u32 shared,
@@ -37,6 +41,7 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
   warpgroup_wait<1>();
   fence_registers(d.cs);
   fence_registers(cy);
+  float ends[2] = {}, sums[2] = {};
   {
     const u32 own = shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half);
     u32 sk[4];
@@ -49,10 +54,13 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
       for (int e = 0; e < 4; ++e) {
         const float down = -reciprocal(-up[e]), c = d.cs[j][e], y = cy[j][e];
         cy[j][e] = down * y + end[e >> 1][anchor_of(j)] * down * c;
-        d.cs[j][e] = -element(sk, j, e) * c - element(o.yk, j, e) * y;
+        const float at_end = element(sk, j, e) * c;
+        if (TOKEN_HALF && BOUNDED) ends[e >> 1] += at_end;
+        d.cs[j][e] = -at_end - element(o.yk, j, e) * y;
       }
     }
   }
+  if (TOKEN_HALF && BOUNDED) store_token_sums(shared + OFFSET(SharedMemory, suffix_sums[1]), ends, l);
   warpgroup_wait<0>();
   fence_registers(d.aq);
   fence_registers(d.ax);
@@ -68,6 +76,8 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
       d.cs[j][e] += element(o.zb, j, e) * d.ax[j][e];
       d.ax[j][e] *= up[e];
       cy[j][e] += (e & 1 ? beta.y : beta.x) * d.ax[j][e];
+      if (TOKEN_HALF) sums[e >> 1] += d.cs[j][e];
     }
   }
+  if (TOKEN_HALF) store_token_sums(shared + OFFSET(SharedMemory, later_sums), sums, l);
 }

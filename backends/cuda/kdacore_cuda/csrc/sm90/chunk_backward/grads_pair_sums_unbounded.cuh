@@ -75,11 +75,6 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
     decay(d.aq, 1, 1, 2, shared, unit, l);
     decay(d.ax, 1, 1, 2, shared, unit, l);
     decay(d.cs, 0, 0, 3, shared, unit, l);
-    Operand zq, zb;
-    load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
-    load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);
-    sum_tokens(shared + OFFSET(SharedMemory, across), l,
-               [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
   } else {
 #pragma unroll
     for (int quarter = 1; quarter >= 0; --quarter) {

@@ -80,7 +80,7 @@ struct SharedMemory {
   // Of 8 warps, for the norm of q, that of k, dbeta; places of tokens: grads_channel_sums.cuh.
   float channel_sums[3][8][C];
   float states[2][2][K];        // sum_v h dh of each half of V
-  float across[K];              // what the later half of tokens adds to the other's sums over tokens
+  float later_sums[K];          // sum over the later half's tokens of dgc
   float bias[2][K];             // dbias of each half of tokens
   float rate[16];               // what each warp adds to dA_log
   u32 largest[16];              // of each warp's pairs, bits of a bfloat16

@@ -98,18 +98,18 @@ __device__ __forceinline__ void sum_following_tokens(float (&d)[4][4], const flo
   sum_tiles<true, 4>(d, sums, l);
 }
 
-// What all tokens after the half's give to its steps: through the chunk's end, through the other
-// half, and the part of the half's own contribution to the chunk's end that dgc counted.
+// What all tokens after the half's give to its steps: through the chunk's end, with the part of the halves' own
+// contributions to it that dgc counted, and of the first half through the other one.
 __device__ __forceinline__ void load_following_sums(float (&following)[2], u32 shared, u32 sums, u32 last,
                                                     float shrink, const Lane& l) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const u32 channel = 4 * (l.channel + 8 * r), at = shared + channel;
     const float states = load_shared1(sums + channel) + load_shared1(sums + channel + 4 * K);
-    following[r] =
-        states * load_shared1(last + channel) * shrink + load_shared1(at + OFFSET(SharedMemory, suffix_sums));
-    following[r] += load_shared1(
-        at + (l.token_half ? OFFSET(SharedMemory, suffix_sums) + 4 * K : OFFSET(SharedMemory, across)));
+    following[r] = states * load_shared1(last + channel) * shrink;
+    following[r] += load_shared1(at + OFFSET(SharedMemory, suffix_sums)) +
+                    load_shared1(at + OFFSET(SharedMemory, suffix_sums[1]));
+    if (!l.token_half) following[r] += load_shared1(at + OFFSET(SharedMemory, later_sums));
   }
 }
 

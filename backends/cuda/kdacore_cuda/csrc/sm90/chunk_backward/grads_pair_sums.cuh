@@ -36,18 +36,20 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
 // anchor serves a half (else add_across() has it) of sk cs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o,
-                                             const Decays& saved, const float (&end)[2][ANCHORS], u32 shared,
+                                             const Decays& saved, u32 shared,
                                              u32 scalars, const Lane& l) {
   warpgroup_wait<1>();
   fence_registers(d.cs);
   fence_registers(cy);
+  float end[2][ANCHORS];
+  load_anchor_ends<TOKEN_HALF>(end, shared, l);
   float ends[2] = {}, sums[2] = {};
   {
     const u32 own = shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half);
     u32 sk[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j % 2 == 0) load_operand_part(sk, own, j / 2, l);
+    for (int j = 3; j >= 0; --j) {
+      if (j % 2) load_operand_part(sk, own, j / 2, l);
       float up[4];
       load_decays(up, saved, j, shared, l);
 #pragma unroll

@@ -35,9 +35,7 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   add_across<TOKEN_HALF>(d, o, p.centre, shared, l);
   u32 sk[4];
   start_own<TOKEN_HALF>(d, dk, o, sk, shared, l);
-  float end[2][ANCHORS];
-  load_anchor_ends<TOKEN_HALF>(end, shared, l);
-  finish_pairs<TOKEN_HALF>(d, dk, o, saved, end, shared, scalars, l);
+  finish_pairs<TOKEN_HALF>(d, dk, o, saved, shared, scalars, l);
 }
 // Sums over channels that the norms and dbeta need, of x in ax, dq in aq and dk.
 __device__ __forceinline__ void sum_channels(const Accumulators& d, const float (&dk)[4][4], const ChunkBackwardParams& p,

@@ -26,31 +26,44 @@ __device__ __forceinline__ void store_gate_parameters(const ChunkBackwardParams&
 }
 
 // The gate's raw inputs.
-__device__ __forceinline__ void load_raw_gates(float (&x)[4][4], u32 shared, const Lane& l) {
-  if constexpr (G_FLOAT) {
+struct RawGates {
+#if G_FLOAT
+  float x[4][4];
+#else
+  Operand x;
+#endif
+};
+__device__ __forceinline__ float raw_gate(const RawGates& r, int j, int e) {
+#if G_FLOAT
+  return r.x[j][e];
+#else
+  return element(r.x, j, e);
+#endif
+}
+__device__ __forceinline__ void load_raw_gates(RawGates& r, u32 shared, const Lane& l) {
+#if G_FLOAT
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
-      const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
+  for (int e = 0; e < 4; ++e) {
+    // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
+    const u32 piece = gate_piece(HALF * l.token_half + 2 * l.t + (e & 1), l.channel >> 2) ^ 32 * (e >> 1);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j);
-    }
-  } else {
-    Operand g;
-    load_own(g, shared + OFFSET(SharedMemory, g), l);
-    each([&](int j, int e) { x[j][e] = element(g, j, e); });
+    for (int j = 0; j < 4; ++j)
+      r.x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j);
   }
+#else
+  load_own(r.x, shared + OFFSET(SharedMemory, g), l);
+#endif
 }
 __device__ __forceinline__ float2 load_biases(u32 gate, const Lane& l) {
   return make_float2(load_shared1(gate + 4 * l.channel), load_shared1(gate + 4 * l.channel + 32));
 }
-// Adds dt_bias, and the shift of a softplus.
-__device__ __forceinline__ void add_biases(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate, const Lane& l) {
+// With dt_bias, and the shift of a softplus.
+__device__ __forceinline__ void add_biases(float (&x)[4][4], const RawGates& raw, const ChunkBackwardParams& p, u32 gate,
+                                           const Lane& l) {
   const float shift = is_softplus<BOUNDED>(p.gate) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
   const float2 biases = load_biases(gate, l);
   const float bias[2] = {biases.x + shift, biases.y + shift};
-  each([&](int j, int e) { x[j][e] += bias[e >> 1]; });
+  each([&](int j, int e) { x[j][e] = raw_gate(raw, j, e) + bias[e >> 1]; });
 }
 
 // exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates and biases are neither large nor zero: the
@@ -70,17 +83,22 @@ __device__ __forceinline__ UsualGate usual_gate(const ChunkBackwardParams& p, u3
   return r;
 }
 
-// log2 decays of every token from the gate's raw inputs.
-__device__ __forceinline__ void decay_steps(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate, const Lane& l) {
+__device__ __forceinline__ float usual_exponential(const UsualGate& gate, const RawGates& raw, int j, int e) {
+  return exp2_fast(raw_gate(raw, j, e) * gate.slope + gate.shift[e >> 1]);
+}
+
+// log2 decays of every token.
+__device__ __forceinline__ void decay_steps(float (&x)[4][4], const ChunkBackwardParams& p, u32 gate, u32 shared,
+                                            const Lane& l) {
+  RawGates raw;
+  load_raw_gates(raw, shared, l);
   const UsualGate usual = usual_gate(p, gate, l);
   if (usual.usual) {
     const float unit = max_or_nan(reciprocal(p.lower_bound * LOG2E), -LARGEST);
-    each([&](int j, int e) {
-      x[j][e] = reciprocal(exp2_fast(x[j][e] * usual.slope + usual.shift[e >> 1]) * unit + unit);
-    });
+    each([&](int j, int e) { x[j][e] = reciprocal(usual_exponential(usual, raw, j, e) * unit + unit); });
     return;
   }
-  add_biases(x, p, gate, l);
+  add_biases(x, raw, p, gate, l);
   const float rate = load_shared1(gate + OFFSET(GateParameters, rate));
   if (is_still(p.gate, rate)) scale_by_zero(x);
   if (p.gate == GATE_SIGMOID) {
@@ -99,8 +117,7 @@ __device__ __forceinline__ void decay_steps(float (&x)[4][4], const ChunkBackwar
 __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHORS],
                                        const ChunkBackwardParams& p, u32 gate, int rows, u32 shared,
                                        const Lane& l) {
-  load_raw_gates(up, shared, l);
-  decay_steps(up, p, gate, l);
+  decay_steps(up, p, gate, shared, l);
   if (rows < C) {
     const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { up[j][e] = 8 * j + (e & 1) < left ? up[j][e] : 0.0f; });
@@ -116,7 +133,7 @@ __device__ __forceinline__ void decays(float (&up)[4][4], float (&end)[2][ANCHOR
   each([&](int j, int e) { up[j][e] = exp2_fast(up[j][e]); });
 }
 
-// What a lane adds to the gradients of dt_bias of its two channels and of A_log, times SUM_SCALE.
+// Gradients of dt_bias of the lane's two channels, of all tokens of the half, and what the lane adds to that of A_log.
 struct GateSums {
   float bias[2], rate;
 };
@@ -125,7 +142,7 @@ constexpr float SMALLEST_FACTOR = 1.0f / 1.2676506e30f, LARGEST_FACTOR = 1.26765
 constexpr float LARGEST_GRADIENT = G_FLOAT ? LARGEST : LARGEST_BF16;
 
 // Where a gradient or a sum is not finite: gradients are cut off at the largest number, and so are the
-// products that make A_log's. A gradient of 0 gives 0 whatever the input.
+// products that make A_log's. A gradient of 0 gives 0 whatever the input. Sums are SUM_SCALE times the others.
 __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float (&x)[4][4]) {
   GateSums sums = {};
   each([&](int j, int e) {
@@ -133,23 +150,48 @@ __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float
     sums.bias[e >> 1] += SUM_SCALE * d[j][e];
     sums.rate += SUM_SCALE * (d[j][e] == 0.0f ? 0.0f : limit(d[j][e] * x[j][e], LARGEST));
   });
-  return sums;
+  return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
 }
 
-// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller;
-// replaced), and their sums, of raw inputs x of a usual gate.
-__device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], const float (&x)[4][4], const UsualGate& usual,
-                                                        float factor, u32 gate, const Lane& l) {
+// Sums of d and of d times the gate's inputs.
+__device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const RawGates& raw, u32 gate, const Lane& l) {
   GateSums sums = {};
-  each([&](int j, int e) {
-    const float s = reciprocal(1.0f + exp2_fast(x[j][e] * usual.slope + usual.shift[e >> 1]));
-    d[j][e] = d[j][e] * (s - s * s) * factor;
-    sums.bias[e >> 1] += d[j][e];
-    sums.rate += d[j][e] * x[j][e];
-  });
   const float2 biases = load_biases(gate, l);
+#if G_FLOAT
+  each([&](int j, int e) {
+    sums.bias[e >> 1] += d[j][e];
+    sums.rate += d[j][e] * raw_gate(raw, j, e);
+  });
   sums.rate += sums.bias[0] * biases.x + sums.bias[1] * biases.y;
+  return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
+#else
+  // Of d as it is stored: products with ones, and diagonals of those with the inputs [tokens, channels].
+  constexpr u32 ONES = 0x3f803f80;
+  Operand a;
+  make_operand(a, [&](int j, int e) { return d[j][e]; });
+  float all[4] = {}, low[4] = {}, high[4] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    mma_bf16(all, a[i], ONES, ONES);
+    mma_bf16(low, a[i], raw.x[i][0], raw.x[i][2]);
+    mma_bf16(high, a[i], raw.x[i][1], raw.x[i][3]);
+  }
+  sums.bias[0] = all[0], sums.bias[1] = all[2];
+  const float dots = l.g & 1 ? low[1] + high[3] : low[0] + high[2];
+  if (l.t == l.g >> 1) sums.rate = dots + (sums.bias[0] * biases.x + sums.bias[1] * biases.y);
   return sums;
+#endif
+}
+
+// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and their sums.
+// `factor`: the rate, `grow` and the bound.
+__device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], const RawGates& raw, const UsualGate& usual,
+                                                        float factor, u32 gate, const Lane& l) {
+  each([&](int j, int e) {
+    const float s = reciprocal(1.0f + usual_exponential(usual, raw, j, e));
+    d[j][e] = d[j][e] * (s - s * s) * factor;
+  });
+  return usual_sums(d, raw, gate, l);
 }
 // The same of other gates, of inputs x with their biases.
 __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (&x)[4][4], const ChunkBackwardParams& p,
@@ -171,12 +213,13 @@ __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (
     each([&](int j, int e) { d[j][e] = log_gradient(d[j][e], grow, x[j][e], p.floor); });
   }
   each([&](int j, int e) { sums.bias[e >> 1] += d[j][e]; });
-  return sums;
+  return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
 }
+// Sums times SUM_SCALE.
 __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
                                                   float grow, int rows, u32 shared, const Lane& l) {
-  float x[4][4];
-  load_raw_gates(x, shared, l);
+  RawGates raw;
+  load_raw_gates(raw, shared, l);
   if (rows < C) {
     const int left = rows - HALF * l.token_half - 2 * l.t;
     each([&](int j, int e) { d[j][e] = 8 * j + (e & 1) < left ? d[j][e] : 0.0f; });
@@ -187,13 +230,17 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkB
   const bool quick = usual.usual && fabsf(factor) >= SMALLEST_FACTOR && fabsf(factor) <= LARGEST_FACTOR;
   GateSums sums;
   if (quick) {
-    sums = usual_gate_backward(d, x, usual, factor, gate, l);
+    sums = usual_gate_backward(d, raw, usual, factor, gate, l);
   } else {
-    add_biases(x, p, gate, l);
+    float x[4][4];
+    add_biases(x, raw, p, gate, l);
     sums = rare_gate_backward(d, x, p, gate, grow);
   }
-  if (p.gate == GATE_SIGMOID && !(fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST)) {
-    if (quick) add_biases(x, p, gate, l);
+  const bool finite = fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST;
+  if (warp_any(p.gate == GATE_SIGMOID && !finite)) {
+    float x[4][4];
+    add_biases(x, raw, p, gate, l);
+    if (is_still(p.gate, load_shared1(gate + OFFSET(GateParameters, rate)))) scale_by_zero(x);
     return saturated_sums(d, x);
   }
   return {SUM_SCALE * sums.bias[0], SUM_SCALE * sums.bias[1], SUM_SCALE * sums.rate};

@@ -126,10 +126,9 @@ __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const Chun
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = sum_quad(sums.bias[r]);
     if (l.t == 0)
       store_shared(shared + OFFSET(SharedMemory, bias) + 4 * (K * l.token_half + l.channel + 8 * r),
-                   __float_as_uint(sum));
+                   __float_as_uint(sums.bias[r]));
   }
   float rate = sums.rate;
 #pragma unroll

@@ -153,8 +153,12 @@ __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float
   return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
 }
 
-// Sums of d and of d times the gate's inputs.
-__device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const RawGates& raw, u32 gate, const Lane& l) {
+__device__ __forceinline__ void pack(Operand& r, const float (&d)[4][4]) {
+  make_operand(r, [&](int j, int e) { return d[j][e]; });
+}
+// Sums of d and of d times the gate's inputs; `a` is d in bfloat16.
+__device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Operand& a, const RawGates& raw, u32 gate,
+                                               const Lane& l) {
   GateSums sums = {};
   const float2 biases = load_biases(gate, l);
 #if G_FLOAT
@@ -167,8 +171,6 @@ __device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Raw
 #else
   // Of d as it is stored: products with ones, and diagonals of those with the inputs [tokens, channels].
   constexpr u32 ONES = 0x3f803f80;
-  Operand a;
-  make_operand(a, [&](int j, int e) { return d[j][e]; });
   float all[4] = {}, low[4] = {}, high[4] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -185,13 +187,14 @@ __device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Raw
 
 // Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and their sums.
 // `factor`: the rate, `grow` and the bound.
-__device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], const RawGates& raw, const UsualGate& usual,
-                                                        float factor, u32 gate, const Lane& l) {
+__device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], Operand& packed, const RawGates& raw,
+                                                        const UsualGate& usual, float factor, u32 gate, const Lane& l) {
   each([&](int j, int e) {
     const float s = reciprocal(1.0f + usual_exponential(usual, raw, j, e));
     d[j][e] = d[j][e] * (s - s * s) * factor;
   });
-  return usual_sums(d, raw, gate, l);
+  pack(packed, d);
+  return usual_sums(d, packed, raw, gate, l);
 }
 // The same of other gates, of inputs x with their biases.
 __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (&x)[4][4], const ChunkBackwardParams& p,
@@ -215,8 +218,8 @@ __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (
   each([&](int j, int e) { sums.bias[e >> 1] += d[j][e]; });
   return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
 }
-// Sums times SUM_SCALE.
-__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
+// Sums times SUM_SCALE; `packed` is d in bfloat16.
+__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], Operand& packed, const ChunkBackwardParams& p, u32 gate,
                                                   float grow, int rows, u32 shared, const Lane& l) {
   RawGates raw;
   load_raw_gates(raw, shared, l);
@@ -230,18 +233,21 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], const ChunkB
   const bool quick = usual.usual && fabsf(factor) >= SMALLEST_FACTOR && fabsf(factor) <= LARGEST_FACTOR;
   GateSums sums;
   if (quick) {
-    sums = usual_gate_backward(d, raw, usual, factor, gate, l);
+    sums = usual_gate_backward(d, packed, raw, usual, factor, gate, l);
   } else {
     float x[4][4];
     add_biases(x, raw, p, gate, l);
     sums = rare_gate_backward(d, x, p, gate, grow);
+    pack(packed, d);
   }
   const bool finite = fabsf(sums.rate) + fabsf(sums.bias[0]) + fabsf(sums.bias[1]) <= LARGEST;
   if (warp_any(p.gate == GATE_SIGMOID && !finite)) {
     float x[4][4];
     add_biases(x, raw, p, gate, l);
     if (is_still(p.gate, load_shared1(gate + OFFSET(GateParameters, rate)))) scale_by_zero(x);
-    return saturated_sums(d, x);
+    sums = saturated_sums(d, x);
+    pack(packed, d);
+    return sums;
   }
   return {SUM_SCALE * sums.bias[0], SUM_SCALE * sums.bias[1], SUM_SCALE * sums.rate};
 }

@@ -115,14 +115,13 @@ __device__ __forceinline__ void load_following_sums(float (&following)[2], u32 s
 __device__ __forceinline__ void store_gate_gradient(float (&d)[4][4], const ChunkBackwardParams& p, u32 gate,
                                                     float grow, u32 shared, u32 unit, const OutputRows& to,
                                                     const Lane& l) {
+  Operand packed;
   const GateSums sums =
-      gate_backward(d, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
+      gate_backward(d, packed, p, gate, grow, unit_int(unit, OFFSET(SharedUnit, rows)), shared, l);
   if constexpr (G_FLOAT) {
     store_floats([&](int j, int e) { return d[j][e]; }, p, p.dg, unit, channels_of(p), l);
   } else {
-    Operand x;
-    make_operand(x, [&](int j, int e) { return d[j][e]; });
-    store_own(shared + OFFSET(SharedMemory, g), x, p, p.dg, channels_of(p), to, l);
+    store_own(shared + OFFSET(SharedMemory, g), packed, p, p.dg, channels_of(p), to, l);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

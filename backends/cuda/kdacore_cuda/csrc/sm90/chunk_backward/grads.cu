@@ -251,6 +251,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     wait_states(d);
     scale_states(d, last, p.scale, make_scaling(shared, p.centre, l), l);
     if (SK_IN_U) sync_block();
+    l = make_lane(warp);
     Operands o;
     make_operands(o, saved, end, shared, scalars, l);
     store_anchor_ends(end, shared, l);

@@ -267,6 +267,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     else
       sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
     l = make_lane(warp);
+    if (l.token_half)
+      sum_tokens(shared + OFFSET(SharedMemory, later_sums), l, [&](int j, int e) { return d.cs[j][e]; });
     sum_channels(d, dk, p, shared, l);
     add_values(shared, l);
     copy_async_wait<0>();

@@ -32,8 +32,7 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
 }
 
 // After the products of the half's own pairs were started, those of cs and cy first: then dq in aq,
-// x in ax, dk in cy, dgc in cs. The later half stores sums over its tokens that the other one needs: of dgc, and where an
-// anchor serves a half (else add_across() has it) of sk cs.
+// x in ax, dk in cy, dgc in cs. The later half stores the sum of dgc over its tokens for the other one.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o,
                                              const Decays& saved, u32 shared,
@@ -43,7 +42,6 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
   fence_registers(cy);
   float end[2][ANCHORS];
   load_anchor_ends<TOKEN_HALF>(end, shared, l);
-  float ends[2] = {}, sums[2] = {};
   {
     const u32 own = shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half);
     u32 sk[4];
@@ -56,13 +54,10 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
       for (int e = 0; e < 4; ++e) {
         const float down = -reciprocal(-up[e]), c = d.cs[j][e], y = cy[j][e];
         cy[j][e] = down * y + end[e >> 1][anchor_of(j)] * down * c;
-        const float at_end = element(sk, j, e) * c;
-        if (TOKEN_HALF && BOUNDED) ends[e >> 1] += at_end;
-        d.cs[j][e] = -at_end - element(o.yk, j, e) * y;
+        d.cs[j][e] = -element(sk, j, e) * c - element(o.yk, j, e) * y;
       }
     }
   }
-  if (TOKEN_HALF && BOUNDED) store_token_sums(shared + OFFSET(SharedMemory, suffix_sums[1]), ends, l);
   warpgroup_wait<0>();
   fence_registers(d.aq);
   fence_registers(d.ax);
@@ -78,8 +73,6 @@ __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4],
       d.cs[j][e] += element(o.zb, j, e) * d.ax[j][e];
       d.ax[j][e] *= up[e];
       cy[j][e] += (e & 1 ? beta.y : beta.x) * d.ax[j][e];
-      if (TOKEN_HALF) sums[e >> 1] += d.cs[j][e];
     }
   }
-  if (TOKEN_HALF) store_token_sums(shared + OFFSET(SharedMemory, later_sums), sums, l);
 }

@@ -17,11 +17,16 @@ __device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u3
   }
 }
 
-// Pairs across the halves, before the half's own pairs; of the first half the sum over tokens of sk cs while cs is the
-// state's part.
+// Pairs across the halves, and the sum over tokens of sk cs while cs is the state's part, before the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float, u32 shared,
                                            const Lane& l) {
+  {
+    Operand sk;
+    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
+    sum_tokens(shared + OFFSET(SharedMemory, suffix_sums[TOKEN_HALF]), l,
+               [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
+  }
   if constexpr (TOKEN_HALF) {
     Operand sk;
     load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), l.channel_half), l);
@@ -35,10 +40,6 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
     fence_registers(d.aq);
     fence_registers(d.ax);
   } else {
-    Operand sk;
-    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), l.channel_half), l);
-    sum_tokens(shared + OFFSET(SharedMemory, suffix_sums), l,
-               [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
     Operand zq, zb;
     load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
     load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);

@@ -59,17 +59,14 @@ __device__ __forceinline__ void fetch_block(const ChunkBackwardParams& p, u32 sh
   fence_async_proxy();
   sync_block();
 }
-__device__ __forceinline__ void fetch_gate_group(const ChunkBackwardParams& p, u32 shared,
-                                                 const NextUnit& next, const Lane& l) {
-  fetch_gate(p, shared, next, l);
-  copy_async_commit();
-}
 
 // Barriers, the block's first two units, and all of the first unit's arrays.
 __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 shared, const Lane& l) {
   if (l.thread == 0) {
     barrier_init(shared + OFFSET(SharedMemory, pairs_full), 1);
     barrier_init(shared + OFFSET(SharedMemory, states_full), 1);
+    barrier_init(shared + OFFSET(SharedMemory, norms_full), 2);
+    barrier_init(shared + OFFSET(SharedMemory, norms_full[1]), 2);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
     write_grid_step(p, shared);
@@ -82,7 +79,8 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
     fetch_values(p, shared, first, 0, l);
     fetch_own(shared + OFFSET(SharedMemory, q), first.q, p.q_st, first.rows, channels_of(p), l);
     fetch_own(shared + OFFSET(SharedMemory, k), first.k, p.k_st, first.rows, channels_of(p), l);
-    fetch_gate_group(p, shared, first, l);
+    fetch_gate(p, shared, first, l);
+    copy_async_commit();
   }
   copy_async_wait<2>();
   fence_async_proxy();
@@ -167,7 +165,7 @@ __device__ __forceinline__ void add_blocks(float (&pairs)[4][4], Accumulators& d
   }
 }
 
-// dq, dk, dbeta and dg to device memory; each array's place is given to the next unit.
+// dg, dbeta, dq and dk to device memory; each array's place is given to the next unit.
 __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&dk)[4][4],
                                                 const ChunkBackwardParams& p, u32 shared, int n, u32 unit,
                                                 u32 gate, u32 states, u32 scalars, u32 last, const Lane& l) {
@@ -180,21 +178,19 @@ __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&d
   const OutputRows to = channel_rows(p, unit, l);
   if (!BOUNDED && l.thread == UNIT_THREAD)
     write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
-  if (!GROUPED) {
-    store_norm_gradient(0, row_norm_gradient(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l), shared, l);
-    store_norm_gradient(1, row_norm_gradient(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l), shared, l);
-    sync_warp();
-  }
-  store_row_gradient(d.aq, 0, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
-  fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, channels_of(p), l);
-  store_row_gradient(dk, 1, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
-  fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, channels_of(p), l);
+  if (!GROUPED) share_norm_gradients(p, shared, scalars, by.y, l);
   store_beta_gradient(p, shared, scalars, unit, by.y, l);
   float following[2];
   load_following_sums(following, shared, states, last, by.x, l);
   sum_following_tokens(d.cs, following, l);
   store_gate_gradient(d.cs, p, gate, by.y, shared, unit, to, l);
-  fetch_gate_group(p, shared, next, l);
+  fetch_gate(p, shared, next, l);
+  if (!GROUPED) barrier_wait(norms_full_address(shared, l), n & 1);
+  store_row_gradient(d.aq, 0, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
+  fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, channels_of(p), l);
+  store_row_gradient(dk, 1, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
+  fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, channels_of(p), l);
+  copy_async_commit();
 }
 
 KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {

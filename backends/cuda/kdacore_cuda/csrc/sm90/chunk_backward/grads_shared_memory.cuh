@@ -93,6 +93,7 @@ struct SharedMemory {
   SharedUnit units[4];    // this one, the next ones and the one before, by number modulo 4
   u64 pairs_full;         // barrier: u, dr, rows, last are there
   u64 states_full;        // barrier: h, dh
+  u64 norms_full[2];      // barriers: what the norms of the half's rows make of their gradients
 };
 KDA_SHARED_BYTES(sizeof(SharedMemory));
 
@@ -100,6 +101,7 @@ KDA_SHARED_BYTES(sizeof(SharedMemory));
 // at the next barrier.
 constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
 constexpr int BETA_WARP = 3, VALUES_WARP = 2;  // of the first half of channels
+constexpr int NORM_WARPS = 2;                 // of the second half: one for q, one for k
 
 struct Lane {
   int thread, lane, g, t;

@@ -57,12 +57,22 @@ __device__ __forceinline__ NormGradient row_norm_gradient(int which, u32 norms, 
   return norm_gradient(p.flags & FLAG_L2NORM, norm, load_token_sum(which, shared, l), grow);
 }
 
-// Where a warp's factors of a token's rows (0: of q, 1: of k) are: in the place of dA.
+// Where the factors of the half's rows (0: of q, 1: of k) are: in the place of dA.
 __device__ __forceinline__ u32 norm_gradients_address(u32 shared, int which, const Lane& l) {
-  return shared + OFFSET(SharedMemory, dA) + sizeof(NormGradient) * HALF * (2 * (l.thread >> 5) + which);
+  return shared + OFFSET(SharedMemory, dA) + sizeof(NormGradient) * (C * which + HALF * l.token_half);
 }
-__device__ __forceinline__ void store_norm_gradient(int which, const NormGradient& x, u32 shared, const Lane& l) {
-  store_shared(norm_gradients_address(shared, which, l) + sizeof(NormGradient) * token_at(l.lane), x.by, x.less);
+__device__ __forceinline__ u32 norms_full_address(u32 shared, const Lane& l) {
+  return shared + OFFSET(SharedMemory, norms_full) + 8 * l.token_half;
+}
+// By a warp for each array, for all warps of the half, which wait for them when they need them.
+__device__ __forceinline__ void share_norm_gradients(const ChunkBackwardParams& p, u32 shared, u32 scalars, float grow,
+                                                     const Lane& l) {
+  if (!l.channel_half || l.warp >= NORM_WARPS) return;
+  const u32 norms = scalars + (l.warp ? OFFSET(RowScalars, k_norm) : OFFSET(RowScalars, q_norm));
+  const NormGradient x = row_norm_gradient(l.warp, norms, grow, p, shared, l);
+  store_shared(norm_gradients_address(shared, l.warp, l) + sizeof(NormGradient) * token_at(l.lane), x.by, x.less);
+  sync_warp();
+  if (l.lane == 0) barrier_arrive(norms_full_address(shared, l));
 }
 
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm

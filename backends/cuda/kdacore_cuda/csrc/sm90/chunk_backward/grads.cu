@@ -198,7 +198,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
-  Lane l = make_lane(warp);  // recomputed in every step
+  const u32 places = lane_places(warp);
+  Lane l = make_lane(warp, places);  // recomputed in every step
   start_block(p, shared, l);
 
   int n = 0, further = 0;  // units; blocks of values beyond each unit's first
@@ -206,7 +207,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     // Where shared memory has what belongs to this unit alone.
     const u32 unit = unit_at(shared, n), gate = shared + OFFSET(SharedMemory, gate) + (n & 1) * GATE_PITCH;
     if (!unit_int(unit, OFFSET(SharedUnit, rows))) break;
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     const u32 states = shared + OFFSET(SharedMemory, states) + (n & 1) * STATES_PITCH;
     const u32 scalars = shared + OFFSET(SharedMemory, rows) + (n & 1) * ROWS_BYTES;
     const u32 last = shared + OFFSET(SharedMemory, last) + (n & 1) * LAST_BYTES;
@@ -236,7 +237,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     sync_warp();
 
     // 2. Gate: decays, and with them the operands of q and k.
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     Decays saved;
     float end[2][ANCHORS];
     {
@@ -247,7 +248,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     wait_states(d);
     scale_states(d, last, p.scale, make_scaling(shared, p.centre, l), l);
     if (SK_IN_U) sync_block();
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     Operands o;
     make_operands(o, saved, end, shared, scalars, l);
     store_anchor_ends(end, shared, l);
@@ -255,14 +256,14 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     sync_block();
 
     // 3. Sums over pairs of tokens: dq, dk and dgc.
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     fetch_shared(p, shared, n + 1, l);
     float dk[4][4];
     if (l.token_half)
       sum_pairs<1>(d, dk, o, saved, p, shared, scalars, l);
     else
       sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     if (l.token_half)
       sum_tokens(shared + OFFSET(SharedMemory, later_sums), l, [&](int j, int e) { return d.cs[j][e]; });
     sum_channels(d, dk, p, shared, l);
@@ -272,7 +273,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     sync_block();
 
     // 4. Through the norms and the gate to device memory.
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     store_gradients(d, dk, p, shared, n, unit, gate, states, scalars, last, l);
   }
   if (n) {

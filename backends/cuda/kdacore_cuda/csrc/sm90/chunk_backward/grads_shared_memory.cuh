@@ -115,8 +115,20 @@ struct Lane {
   int channel;  // of element 0; element 2 is 8 further
 };
 
+// Where a lane's row of a transposed tile is in the warp's own rows, and 65,536 times where its 16 bytes are: kept, as
+// both take more instructions than other constants.
+__device__ __forceinline__ u32 lane_places(int warp) {
+  const int lane = thread_index() & 31, channel_half = warp >> 2 & 1, token_half = warp >> 3, piece = 2 * (warp & 3);
+  const int row = (lane & 7) + 8 * (lane >> 4);
+  // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same
+  // banks.
+  const int token = HALF * token_half + (lane & 6) + (lane >> 3 & 1) + (lane >> 1 & 8);
+  const u32 rows = channel_half * SQUARE_BYTES;
+  return (rows + HALF * IMAGE_ROW * token_half + swizzled(row, piece + (lane >> 3 & 1))) |
+         (rows + swizzled(token, piece + (lane & 1))) << 16;
+}
 // Recomputed in each step: there are no registers to keep all of it.
-__device__ __forceinline__ Lane make_lane(int warp) {
+__device__ __forceinline__ Lane make_lane(int warp, u32 places) {
   Lane l;
   l.thread = opaque(thread_index());
   l.lane = l.thread & 31;
@@ -125,13 +137,11 @@ __device__ __forceinline__ Lane make_lane(int warp) {
   l.warp = warp & 3;
   l.channel_half = warp >> 2 & 1;
   l.token_half = warp >> 3;
-  const int row = (l.lane & 7) + 8 * (l.lane >> 4);
-  l.tile = swizzled(row, 2 * l.warp + (l.lane >> 3 & 1));
-  l.own = l.channel_half * SQUARE_BYTES + HALF * IMAGE_ROW * l.token_half + l.tile;
-  // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same
-  // banks.
+  places = (u32)opaque((int)places);
+  l.own = places & 0xffffu;
+  l.piece = places >> 16;
+  l.tile = l.own - (l.channel_half * SQUARE_BYTES + HALF * IMAGE_ROW * l.token_half);
   l.token = HALF * l.token_half + (l.lane & 6) + (l.lane >> 3 & 1) + (l.lane >> 1 & 8);
-  l.piece = l.channel_half * SQUARE_BYTES + swizzled(l.token, 2 * l.warp + (l.lane & 1));
   l.channel = 64 * l.channel_half + 16 * l.warp + l.g;
   return l;
 }

@@ -46,7 +46,7 @@ INSTRUCTIONS = (
     "sm90/bf16_pairs.cuh",
     "sm90/bulk_copies.cuh",
     "sm90/evict_first_copies.cuh",
-    "sm90/tf32_products.cuh",
+    "sm90/small_products.cuh",
     "sm90/warp.cuh",
     "sm90/wgmma.cuh",
 )

@@ -22,6 +22,7 @@ void warp_product_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emu::warp_product(d, a, b0, b1, [](u32 word, int i) { return i ? bf16_high(word) : bf16_low(word); });
 }
+inline void mma_bf16_half(float (&d)[4], u32 a0, u32 a1, u32 b) { mma_bf16(d, {a0, a1, 0, 0}, b, 0); }
 inline void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
   for (int e = 0; e < 4; ++e) d[e] = c[e];
   emu::warp_product_tf32(d, a, b0, b1);

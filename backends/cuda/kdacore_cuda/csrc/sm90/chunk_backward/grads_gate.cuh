@@ -175,8 +175,11 @@ __device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Ope
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     mma_bf16(all, a[i], ONES, ONES);
-    mma_bf16(low, a[i], raw.x[i][0], raw.x[i][2]);
-    mma_bf16(high, a[i], raw.x[i][1], raw.x[i][3]);
+#pragma unroll
+    for (int w = 0; w < 4; w += 2) {
+      mma_bf16_half(low, a[i][w], a[i][w + 1], raw.x[i][w]);
+      mma_bf16_half(high, a[i][w], a[i][w + 1], raw.x[i][w + 1]);
+    }
   }
   sums.bias[0] = all[0], sums.bias[1] = all[2];
   const float dots = l.g & 1 ? low[1] + high[3] : low[0] + high[2];

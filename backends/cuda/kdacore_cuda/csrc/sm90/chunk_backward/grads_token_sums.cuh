@@ -5,7 +5,7 @@
 #pragma once
 
 #include "sm90/chunk_backward/grads_shared_memory.cuh"
-#include "sm90/tf32_products.cuh"
+#include "sm90/small_products.cuh"
 
 // x of one tile (channels g, g + 8; tokens 2t, 2t + 1) as a left operand: its columns t and t + 4 are these tokens.
 struct SplitTile {

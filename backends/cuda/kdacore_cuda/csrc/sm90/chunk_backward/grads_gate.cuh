@@ -69,14 +69,14 @@ __device__ __forceinline__ void add_biases(float (&x)[4][4], const RawGates& raw
 // exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates and biases are neither large nor zero: the
 // shift is then exact to 2^-18, and no product infinite but that with an infinite g.
 struct UsualGate {
-  float slope, shift[2];  // of the lane's two channels
-  bool usual;             // the same in all lanes
+  float slope, bias[2], shift[2];  // of the lane's two channels
+  bool usual;                      // the same in all lanes
 };
 constexpr float LARGEST_USUAL_SLOPE = 1048576.0f, LARGEST_USUAL_SHIFT = 64.0f;
 __device__ __forceinline__ UsualGate usual_gate(const ChunkBackwardParams& p, u32 gate, const Lane& l) {
   const float slope = slope_of(load_shared1(gate + OFFSET(GateParameters, rate)));
   const float2 biases = load_biases(gate, l);
-  UsualGate r = {slope, {slope * biases.x, slope * biases.y}, false};
+  UsualGate r = {slope, {biases.x, biases.y}, {slope * biases.x, slope * biases.y}, false};
   const bool usual = p.gate == GATE_SIGMOID && slope < 0.0f && slope >= -LARGEST_USUAL_SLOPE &&
                      fabsf(r.shift[0]) <= LARGEST_USUAL_SHIFT && fabsf(r.shift[1]) <= LARGEST_USUAL_SHIFT;
   r.usual = BOUNDED && !warp_any(!usual);
@@ -157,16 +157,15 @@ __device__ __forceinline__ void pack(Operand& r, const float (&d)[4][4]) {
   make_operand(r, [&](int j, int e) { return d[j][e]; });
 }
 // Sums of d and of d times the gate's inputs; `a` is d in bfloat16.
-__device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Operand& a, const RawGates& raw, u32 gate,
-                                               const Lane& l) {
+__device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Operand& a, const RawGates& raw,
+                                               const UsualGate& usual, const Lane& l) {
   GateSums sums = {};
-  const float2 biases = load_biases(gate, l);
 #if G_FLOAT
   each([&](int j, int e) {
     sums.bias[e >> 1] += d[j][e];
     sums.rate += d[j][e] * raw_gate(raw, j, e);
   });
-  sums.rate += sums.bias[0] * biases.x + sums.bias[1] * biases.y;
+  sums.rate += sums.bias[0] * usual.bias[0] + sums.bias[1] * usual.bias[1];
   return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
 #else
   // Of d as it is stored: products with ones, and diagonals of those with the inputs [tokens, channels].
@@ -183,7 +182,7 @@ __device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Ope
   }
   sums.bias[0] = all[0], sums.bias[1] = all[2];
   const float dots = l.g & 1 ? low[1] + high[3] : low[0] + high[2];
-  if (l.t == l.g >> 1) sums.rate = dots + (sums.bias[0] * biases.x + sums.bias[1] * biases.y);
+  if (l.t == l.g >> 1) sums.rate = dots + (sums.bias[0] * usual.bias[0] + sums.bias[1] * usual.bias[1]);
   return sums;
 #endif
 }
@@ -191,13 +190,13 @@ __device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Ope
 // Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and their sums.
 // `factor`: the rate, `grow` and the bound.
 __device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], Operand& packed, const RawGates& raw,
-                                                        const UsualGate& usual, float factor, u32 gate, const Lane& l) {
+                                                        const UsualGate& usual, float factor, const Lane& l) {
   each([&](int j, int e) {
     const float s = reciprocal(1.0f + usual_exponential(usual, raw, j, e));
     d[j][e] = d[j][e] * (s - s * s) * factor;
   });
   pack(packed, d);
-  return usual_sums(d, packed, raw, gate, l);
+  return usual_sums(d, packed, raw, usual, l);
 }
 // The same of other gates, of inputs x with their biases.
 __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (&x)[4][4], const ChunkBackwardParams& p,
@@ -236,7 +235,7 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], Operand& pac
   const bool quick = usual.usual && fabsf(factor) >= SMALLEST_FACTOR && fabsf(factor) <= LARGEST_FACTOR;
   GateSums sums;
   if (quick) {
-    sums = usual_gate_backward(d, packed, raw, usual, factor, gate, l);
+    sums = usual_gate_backward(d, packed, raw, usual, factor, l);
   } else {
     float x[4][4];
     add_biases(x, raw, p, gate, l);

@@ -65,8 +65,8 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
   if (l.thread == 0) {
     barrier_init(shared + OFFSET(SharedMemory, pairs_full), 1);
     barrier_init(shared + OFFSET(SharedMemory, states_full), 1);
-    barrier_init(shared + OFFSET(SharedMemory, norms_full), 2);
-    barrier_init(shared + OFFSET(SharedMemory, norms_full[1]), 2);
+    barrier_init(shared + OFFSET(SharedMemory, norms_full), NORM_WARPS * WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, norms_full[1]), NORM_WARPS * WARP_ARRIVALS);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
     write_grid_step(p, shared);

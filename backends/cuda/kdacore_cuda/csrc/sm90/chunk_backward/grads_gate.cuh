@@ -66,25 +66,26 @@ __device__ __forceinline__ void add_biases(float (&x)[4][4], const RawGates& raw
   each([&](int j, int e) { x[j][e] = raw_gate(raw, j, e) + bias[e >> 1]; });
 }
 
-// exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates and biases are neither large nor zero: the
-// shift is then exact to 2^-18, and no product infinite but that with an infinite g.
+// exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates are neither large nor small and biases not
+// large: the shift is then exact to 2^-18, and no product infinite but that with an infinite g.
 struct UsualGate {
-  float slope, bias[2], shift[2];  // of the lane's two channels
-  bool usual;                      // the same in all lanes
+  float slope, shift[2];  // of the lane's two channels
+  bool usual;             // the same in all lanes
 };
 constexpr float LARGEST_USUAL_SLOPE = 1048576.0f, LARGEST_USUAL_SHIFT = 64.0f;
+constexpr float SMALLEST_USUAL_SLOPE = 1.0f / LARGEST_USUAL_SLOPE;
 __device__ __forceinline__ UsualGate usual_gate(const ChunkBackwardParams& p, u32 gate, const Lane& l) {
   const float slope = slope_of(load_shared1(gate + OFFSET(GateParameters, rate)));
   const float2 biases = load_biases(gate, l);
-  UsualGate r = {slope, {biases.x, biases.y}, {slope * biases.x, slope * biases.y}, false};
-  const bool usual = p.gate == GATE_SIGMOID && slope < 0.0f && slope >= -LARGEST_USUAL_SLOPE &&
+  UsualGate r = {slope, {slope * biases.x, slope * biases.y}, false};
+  const bool usual = p.gate == GATE_SIGMOID && slope <= -SMALLEST_USUAL_SLOPE && slope >= -LARGEST_USUAL_SLOPE &&
                      fabsf(r.shift[0]) <= LARGEST_USUAL_SHIFT && fabsf(r.shift[1]) <= LARGEST_USUAL_SHIFT;
   r.usual = BOUNDED && !warp_any(!usual);
   return r;
 }
 
-__device__ __forceinline__ float usual_exponential(const UsualGate& gate, const RawGates& raw, int j, int e) {
-  return exp2_fast(raw_gate(raw, j, e) * gate.slope + gate.shift[e >> 1]);
+__device__ __forceinline__ float usual_exponent(const UsualGate& gate, const RawGates& raw, int j, int e) {
+  return raw_gate(raw, j, e) * gate.slope + gate.shift[e >> 1];
 }
 
 // log2 decays of every token.
@@ -95,7 +96,7 @@ __device__ __forceinline__ void decay_steps(float (&x)[4][4], const ChunkBackwar
   const UsualGate usual = usual_gate(p, gate, l);
   if (usual.usual) {
     const float unit = max_or_nan(reciprocal(p.lower_bound * LOG2E), -LARGEST);
-    each([&](int j, int e) { x[j][e] = reciprocal(usual_exponential(usual, raw, j, e) * unit + unit); });
+    each([&](int j, int e) { x[j][e] = reciprocal(exp2_fast(usual_exponent(usual, raw, j, e)) * unit + unit); });
     return;
   }
   add_biases(x, raw, p, gate, l);
@@ -156,47 +157,23 @@ __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float
 __device__ __forceinline__ void pack(Operand& r, const float (&d)[4][4]) {
   make_operand(r, [&](int j, int e) { return d[j][e]; });
 }
-// Sums of d and of d times the gate's inputs; `a` is d in bfloat16.
-__device__ __forceinline__ GateSums usual_sums(const float (&d)[4][4], const Operand& a, const RawGates& raw,
-                                               const UsualGate& usual, const Lane& l) {
-  GateSums sums = {};
-#if G_FLOAT
-  each([&](int j, int e) {
-    sums.bias[e >> 1] += d[j][e];
-    sums.rate += d[j][e] * raw_gate(raw, j, e);
-  });
-  sums.rate += sums.bias[0] * usual.bias[0] + sums.bias[1] * usual.bias[1];
-  return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
-#else
-  // Of d as it is stored: products with ones, and diagonals of those with the inputs [tokens, channels].
-  constexpr u32 ONES = 0x3f803f80;
-  float all[4] = {}, low[4] = {}, high[4] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    mma_bf16(all, a[i], ONES, ONES);
-#pragma unroll
-    for (int w = 0; w < 4; w += 2) {
-      mma_bf16_half(low, a[i][w], a[i][w + 1], raw.x[i][w]);
-      mma_bf16_half(high, a[i][w], a[i][w + 1], raw.x[i][w + 1]);
-    }
-  }
-  sums.bias[0] = all[0], sums.bias[1] = all[2];
-  const float dots = l.g & 1 ? low[1] + high[3] : low[0] + high[2];
-  if (l.t == l.g >> 1) sums.rate = dots + (sums.bias[0] * usual.bias[0] + sums.bias[1] * usual.bias[1]);
-  return sums;
-#endif
-}
-
 // Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and their sums.
-// `factor`: the rate, `grow` and the bound.
+// `packed` is d in bfloat16; dt_bias's gradients are sums of that, products with ones. `factor`: the rate, `grow` and the
+// bound.
 __device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], Operand& packed, const RawGates& raw,
-                                                        const UsualGate& usual, float factor, const Lane& l) {
+                                                        const UsualGate& usual, float factor) {
+  float rate = 0.0f;
   each([&](int j, int e) {
-    const float s = reciprocal(1.0f + usual_exponential(usual, raw, j, e));
+    const float exponent = usual_exponent(usual, raw, j, e), s = reciprocal(1.0f + exp2_fast(exponent));
     d[j][e] = d[j][e] * (s - s * s) * factor;
+    rate += d[j][e] * exponent;
   });
   pack(packed, d);
-  return usual_sums(d, packed, raw, usual, l);
+  constexpr u32 ONES = 0x3f803f80;
+  float all[4] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) mma_bf16(all, packed[i], ONES, ONES);
+  return {all[0], all[2], rate * reciprocal(usual.slope)};
 }
 // The same of other gates, of inputs x with their biases.
 __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (&x)[4][4], const ChunkBackwardParams& p,
@@ -235,7 +212,7 @@ __device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], Operand& pac
   const bool quick = usual.usual && fabsf(factor) >= SMALLEST_FACTOR && fabsf(factor) <= LARGEST_FACTOR;
   GateSums sums;
   if (quick) {
-    sums = usual_gate_backward(d, packed, raw, usual, factor, l);
+    sums = usual_gate_backward(d, packed, raw, usual, factor);
   } else {
     float x[4][4];
     add_biases(x, raw, p, gate, l);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved,
   const u32 tokens = scalars + 4 * (HALF * l.token_half + 2 * l.t),
             own = shared + 16 * (l.thread & 127) + operand_at(0, l.channel_half);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 1; i >= 0; --i) {
     u32 x[4];
     float up[2][4];
     load_decays(up[0], saved, 2 * i, shared, l);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/l2norm.cuh"
+#include "common/warp_arrivals.cuh"
 #include "sm90/chunk_backward/grads_channel_sums.cuh"
 #include "sm90/chunk_backward/grads_gate.cuh"
 #include "sm90/chunk_backward/grads_loads.cuh"
@@ -71,8 +72,7 @@ __device__ __forceinline__ void share_norm_gradients(const ChunkBackwardParams& 
   const u32 norms = scalars + (l.warp ? OFFSET(RowScalars, k_norm) : OFFSET(RowScalars, q_norm));
   const NormGradient x = row_norm_gradient(l.warp, norms, grow, p, shared, l);
   store_shared(norm_gradients_address(shared, l.warp, l) + sizeof(NormGradient) * token_at(l.lane), x.by, x.less);
-  sync_warp();
-  if (l.lane == 0) barrier_arrive(norms_full_address(shared, l));
+  warp_arrive(norms_full_address(shared, l), l.lane);
 }
 
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm

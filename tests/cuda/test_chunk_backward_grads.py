@@ -181,6 +181,16 @@ def test_without_gate_parameters(absent: tuple[str, ...]) -> None:
     check(draw(150, 2, 2)._replace(**dict.fromkeys(absent)))
 
 
+@pytest.mark.parametrize(("A_log", "bias"), [(2.0, 5.5), (2.0, 7.0), (-13.0, 0.5), (-15.0, 0.5)])
+def test_limits_of_usual_gates(A_log: float, bias: float) -> None:
+    """Rates and biases on either side of those for which the kernel takes fewer instructions (the second and the last
+    are beyond)."""
+    d = Draw(12)
+    near = (d.normal(1, 70, 1, 128, dtype=torch.float32) - bias).to(torch.bfloat16)
+    rates = {"A_log": torch.tensor([A_log]), "dt_bias": torch.full((1, 128), bias)}
+    check(draw(70)._replace(g=near, **rates))
+
+
 def test_bias_of_16_bits() -> None:
     check(draw(40, 1, 2, dt_bias=Draw(4).normal(2, 128)))
 

@@ -14,6 +14,8 @@
 //   dg, dbeta, and parts of dA_log and ddt_bias    through the gate, the norms and the sigmoid of
 //                                                  beta: grads_gate.cuh, grads_stores.cuh
 //
+// Sums over tokens and over channels are small products: grads_token_sums.cuh, grads_channel_sums.cuh.
+//
 // Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Four warpgroups: one
 // for each half of the tokens and half of the channels. Shared memory: grads_shared_memory.cuh.
 //

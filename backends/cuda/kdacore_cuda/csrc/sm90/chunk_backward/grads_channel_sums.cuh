@@ -1,8 +1,8 @@
 // Sums over channels, one a token, as the diagonals of products [tokens, tokens].
 //
-// One factor is rounded to bfloat16; the other one is an input, and exact. A warp's sums are those over its 16 channels. Of
-// 16 tokens the lanes with t = g / 2 have the sums of tokens g and g + 8, so of a half four: g, g + 8, g + 16, g + 24. They
-// store them side by side: the place of a token is 4 (token % 8) + token / 8.
+// One factor is rounded to bfloat16; the other one is an input, and exact. A warp's sums are those over its 16
+// channels. Of 16 tokens the lanes with t = g / 2 have the sums of tokens g and g + 8, so of a half four: g, g + 8,
+// g + 16, g + 24. They store them side by side: the place of a token is 4 (token % 8) + token / 8.
 #pragma once
 
 #include "sm90/bf16_pairs.cuh"
@@ -12,9 +12,10 @@ typedef float TokenSums[4];
 __device__ __forceinline__ bool has_token_sums(const Lane& l) { return l.t == l.g >> 1; }
 __device__ __forceinline__ int token_at(int place) { return (place >> 2) + 8 * (place & 3); }
 
-// Adds the sums of 16 tokens of which `a` is a left operand [tokens, channels], and of b the first two registers are the
-// right operand [channels, tokens] of the first eight, the others that of the others.
-__device__ __forceinline__ void multiply_tokens(TokenSums& r, int part, const u32 (&a)[4], const u32 (&b)[4], const Lane& l) {
+// Sums of the 16 tokens of `part`: a is a left operand [tokens, channels], and of b the first two registers are a right
+// operand [channels, tokens] of the first eight tokens, the other two that of the others.
+__device__ __forceinline__ void multiply_tokens(TokenSums& r, int part, const u32 (&a)[4], const u32 (&b)[4],
+                                                const Lane& l) {
   float first[4] = {}, second[4] = {};
   mma_bf16(first, a, b[0], b[1]);
   mma_bf16(second, a, b[2], b[3]);

@@ -58,16 +58,16 @@ __device__ __forceinline__ float2 load_biases(u32 gate, const Lane& l) {
   return make_float2(load_shared1(gate + 4 * l.channel), load_shared1(gate + 4 * l.channel + 32));
 }
 // With dt_bias, and the shift of a softplus.
-__device__ __forceinline__ void add_biases(float (&x)[4][4], const RawGates& raw, const ChunkBackwardParams& p, u32 gate,
-                                           const Lane& l) {
+__device__ __forceinline__ void add_biases(float (&x)[4][4], const RawGates& raw, const ChunkBackwardParams& p,
+                                           u32 gate, const Lane& l) {
   const float shift = is_softplus<BOUNDED>(p.gate) ? load_shared1(gate + OFFSET(GateParameters, shift)) : 0.0f;
   const float2 biases = load_biases(gate, l);
   const float bias[2] = {biases.x + shift, biases.y + shift};
   each([&](int j, int e) { x[j][e] = raw_gate(raw, j, e) + bias[e >> 1]; });
 }
 
-// exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates are neither large nor small and biases not
-// large: the shift is then exact to 2^-18, and no product infinite but that with an infinite g.
+// exp(-rate (g + bias)) of a bounded sigmoid as 2^(slope g + shift), where rates are neither large nor small and biases
+// not large: the shift is then exact to 2^-18, and no product infinite but that with an infinite g.
 struct UsualGate {
   float slope, shift[2];  // of the lane's two channels
   bool usual;             // the same in all lanes
@@ -157,9 +157,9 @@ __device__ __forceinline__ GateSums saturated_sums(float (&d)[4][4], const float
 __device__ __forceinline__ void pack(Operand& r, const float (&d)[4][4]) {
   make_operand(r, [&](int j, int e) { return d[j][e]; });
 }
-// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and their sums.
-// `packed` is d in bfloat16; dt_bias's gradients are sums of that, products with ones. `factor`: the rate, `grow` and the
-// bound.
+// Gradients of the raw gate from those of the decays (of the natural logarithm, `grow` smaller; replaced), and their
+// sums. `packed` is d in bfloat16; dt_bias's gradients are sums of that, products with ones. `factor`: the rate, `grow`
+// and the bound.
 __device__ __forceinline__ GateSums usual_gate_backward(float (&d)[4][4], Operand& packed, const RawGates& raw,
                                                         const UsualGate& usual, float factor) {
   float rate = 0.0f;
@@ -198,8 +198,8 @@ __device__ __forceinline__ GateSums rare_gate_backward(float (&d)[4][4], float (
   return {sum_quad(sums.bias[0]), sum_quad(sums.bias[1]), sums.rate};
 }
 // Sums times SUM_SCALE; `packed` is d in bfloat16.
-__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], Operand& packed, const ChunkBackwardParams& p, u32 gate,
-                                                  float grow, int rows, u32 shared, const Lane& l) {
+__device__ __forceinline__ GateSums gate_backward(float (&d)[4][4], Operand& packed, const ChunkBackwardParams& p,
+                                                  u32 gate, float grow, int rows, u32 shared, const Lane& l) {
   RawGates raw;
   load_raw_gates(raw, shared, l);
   if (rows < C) {

@@ -41,7 +41,7 @@ __device__ __forceinline__ void start_pairs(float (&d)[4][4], u32 (&a)[8][4], u3
   warpgroup_commit();
 }
 
-// Of the warp's 16 rows and the warpgroup's 32 columns, two neighbouring columns a word: rows g (r = 0) and g + 8, columns
+// Of the warp's 16 rows and the warpgroup's 32 columns, two neighbouring columns a word: [j][i] is row g + 8i, columns
 // 8j + 2t and the next.
 struct PackedPairs {
   u32 x[4][2];

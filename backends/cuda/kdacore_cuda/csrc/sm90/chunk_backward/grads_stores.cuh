@@ -18,7 +18,8 @@
 __device__ __forceinline__ u32 channel_sums_address(u32 shared, int which, int warp, const Lane& l) {
   return shared + OFFSET(SharedMemory, channel_sums) + 4 * ((which * 8 + warp) * C + HALF * l.token_half);
 }
-__device__ __forceinline__ void store_channel_sums(int which, const float (&d)[4][4], u32 image, u32 shared, const Lane& l) {
+__device__ __forceinline__ void store_channel_sums(int which, const float (&d)[4][4], u32 image, u32 shared,
+                                                   const Lane& l) {
   TokenSums sums;
   dot_with_rows(sums, d, shared + image, l);
   store_token_sums(channel_sums_address(shared, which, 4 * l.channel_half + l.warp, l), sums, l);
@@ -39,8 +40,8 @@ __device__ __forceinline__ void sum_pairs(Accumulators& d, float (&dk)[4][4], co
   finish_pairs<TOKEN_HALF>(d, dk, o, saved, shared, scalars, l);
 }
 // Sums over channels that the norms and dbeta need, of x in ax, dq in aq and dk.
-__device__ __forceinline__ void sum_channels(const Accumulators& d, const float (&dk)[4][4], const ChunkBackwardParams& p,
-                                             u32 shared, const Lane& l) {
+__device__ __forceinline__ void sum_channels(const Accumulators& d, const float (&dk)[4][4],
+                                             const ChunkBackwardParams& p, u32 shared, const Lane& l) {
   store_channel_sums(2, d.ax, OFFSET(SharedMemory, k), shared, l);
   if (!GROUPED && p.flags & FLAG_L2NORM) {
     store_channel_sums(0, d.aq, OFFSET(SharedMemory, q), shared, l);
@@ -48,8 +49,8 @@ __device__ __forceinline__ void sum_channels(const Accumulators& d, const float 
   }
 }
 
-// The norm's gradient of the token whose place is `lane`: what its row of gradients is multiplied by, and how much of the row
-// is taken away.
+// The norm's gradient of the token whose place is `lane`: what its row of gradients is multiplied by, and how much of
+// the row is taken away.
 __device__ __forceinline__ NormGradient row_norm_gradient(int which, u32 norms, float grow,
                                                           const ChunkBackwardParams& p, u32 shared,
                                                           const Lane& l) {
@@ -78,7 +79,8 @@ __device__ __forceinline__ void share_norm_gradients(const ChunkBackwardParams& 
 // dq or dk from d, `grow` smaller and with regard to normalised rows: out, and through the norm
 // unless heads are grouped. The rows as they were given: where most of a gradient lies along them,
 // what is taken away needs more bits than operands have.
-__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], int which, u32 image, float grow, const ChunkBackwardParams& p,
+__device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], int which, u32 image, float grow,
+                                                   const ChunkBackwardParams& p,
                                                    u64 array, u32 shared, u32 unit, const OutputRows& to,
                                                    const Lane& l) {
   if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, K, l);

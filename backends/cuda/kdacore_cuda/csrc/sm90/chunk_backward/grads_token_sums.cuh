@@ -26,8 +26,8 @@ __device__ __forceinline__ void add_tile(float (&d)[4], const SplitTile& a, u32 
   mma_tf32(d, a.high, b0, b1, d);
 }
 
-// Replaces the elements of `N` tiles by the sums of those up to each token, with what `sums` holds of the channels (0, 1:
-// channel g; 2, 3: channel g + 8), which all of them are added to. AFTER: from each token on.
+// Replaces the elements of `N` tiles by the sums of those up to each token, with what `sums` holds of the channels
+// (0, 1: channel g; 2, 3: channel g + 8), to which all of them are added. AFTER: from each token on.
 template <bool AFTER, int N>
 __device__ __forceinline__ void sum_tiles(float (*x)[4], float (&sums)[4], const Lane& l) {
   constexpr u32 ONE = 0x3f800000;

@@ -15,28 +15,24 @@
 #include "sm90/chunk_backward/grads_operands.cuh"
 #include "sm90/chunk_backward/grads_states.cuh"
 
-// Sums over the half's tokens of the lane's channels, the lane's tokens added already, to float [128] at `to`.
-__device__ __forceinline__ void store_token_sums(u32 to, const float (&sum)[2], const Lane& l) {
+// For each of the lane's channels the sum over the half's tokens of f(j, e), to float [128] at
+// `to`.
+template <class F>
+__device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
+  float sum[2] = {};
+  each([&](int j, int e) { sum[e >> 1] += f(j, e); });
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = sum_quad(sum[r]);
     if (l.t == 0) store_shared(to + 4 * (l.channel + 8 * r), __float_as_uint(total));
   }
 }
-// The same of f(j, e).
-template <class F>
-__device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
-  float sum[2] = {};
-  each([&](int j, int e) { sum[e >> 1] += f(j, e); });
-  store_token_sums(to, sum, l);
-}
 
 // After the products of the half's own pairs were started, those of cs and cy first: then dq in aq,
-// x in ax, dk in cy, dgc in cs. The later half stores the sum of dgc over its tokens for the other one.
+// x in ax, dk in cy, dgc in cs. Later tokens first, here and in make_operands(): that spills least.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o,
-                                             const Decays& saved, u32 shared,
-                                             u32 scalars, const Lane& l) {
+                                             const Decays& saved, u32 shared, u32 scalars, const Lane& l) {
   warpgroup_wait<1>();
   fence_registers(d.cs);
   fence_registers(cy);

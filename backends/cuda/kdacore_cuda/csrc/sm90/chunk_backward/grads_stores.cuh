@@ -80,9 +80,8 @@ __device__ __forceinline__ void share_norm_gradients(const ChunkBackwardParams& 
 // unless heads are grouped. The rows as they were given: where most of a gradient lies along them,
 // what is taken away needs more bits than operands have.
 __device__ __forceinline__ void store_row_gradient(const float (&d)[4][4], int which, u32 image, float grow,
-                                                   const ChunkBackwardParams& p,
-                                                   u64 array, u32 shared, u32 unit, const OutputRows& to,
-                                                   const Lane& l) {
+                                                   const ChunkBackwardParams& p, u64 array, u32 shared, u32 unit,
+                                                   const OutputRows& to, const Lane& l) {
   if constexpr (GROUPED) return store_floats([&](int j, int e) { return grow * d[j][e]; }, p, array, unit, K, l);
   const u32 factors = norm_gradients_address(shared, which, l) + sizeof(NormGradient) * 2 * l.t;
   Operand r;

@@ -46,8 +46,10 @@ RUNTIME_COMPILE = ("-O3",)
 INSTRUCTIONS = (
     "common/decode/cluster_exchange.cuh",
     "common/ptx.cuh",
+    "sm90/bf16_pairs.cuh",
     "sm90/bulk_copies.cuh",
     "sm90/evict_first_copies.cuh",
+    "sm90/small_products.cuh",
     "sm90/warp.cuh",
     "sm90/wgmma.cuh",
 )

@@ -85,6 +85,9 @@ inline u32 pack_f16_saturated(float low, float high) {
 inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
 inline uint4 zero_bits() { return {0, 0, 0, 0}; }
 inline u32 multiply_bf16(u32 x, u32 y) { return pack_bf16(bf16_low(x) * bf16_low(y), bf16_high(x) * bf16_high(y)); }
+inline u32 max_bf16(u32 x, u32 y) {
+  return pack_bf16(std::fmax(bf16_low(x), bf16_low(y)), std::fmax(bf16_high(x), bf16_high(y)));
+}
 
 inline float shuffle_xor(float x, int mask) {
   return emu::as_float(emu::exchange({{emu::as_u32(x)}})[(emu::me->thread & 31) ^ mask].w[0]);
@@ -100,6 +103,12 @@ inline u32 warp_max(u32 x) {
 }
 inline bool warp_any(bool x) { return warp_max((u32)x); }
 inline int uniform(int x) { return x; }
+inline u32 transpose(u32 x) {
+  const auto all = emu::exchange({{x}});
+  const int g = (emu::me->thread & 31) >> 2, t = emu::me->thread & 3;
+  const auto number = [&](int row) { return all[4 * row + (g >> 1)].w[0] >> 16 * (g & 1) & 0xffffu; };
+  return number(2 * t) | number(2 * t + 1) << 16;
+}
 
 template <class T>
 inline T load(u32 a, const emu::Site& site) {

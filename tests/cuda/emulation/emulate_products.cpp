@@ -54,6 +54,28 @@ void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float (*half
   });
   memcpy(d, mine + 6, 16);
 }
+void warp_product_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  Slot* const slots = me->warp->slots[me->warp->generation & 1];
+  u32(&mine)[16] = slots[me->thread & 31].w;
+  memcpy(mine, a, 16);
+  mine[4] = b0, mine[5] = b1;
+  memcpy(mine + 6, d, 16);
+  together([&] {
+    const auto operand = [&](int lane, int word) { return (double)as_float(slots[lane].w[word] & 0xffffe000u); };
+    u32 result[32][4];
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int e = 0; e < 4; ++e) {
+        const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
+        double sum = as_float(slots[lane].w[6 + e]);
+        for (int k = 0; k < 8; ++k)
+          sum += operand(4 * row + k % 4, e / 2 + k / 4 * 2) * operand(4 * column + k % 4, 4 + k / 4);
+        result[lane][e] = as_u32((float)sum);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) memcpy(slots[lane].w + 6, result[lane], 16);
+  });
+  memcpy(d, mine + 6, 16);
+}
 
 bool poisoned(const Sums& s) {
   u32 x[64];

@@ -14,11 +14,18 @@ namespace emu {
 
 // d[16x8] += a[16x16] b[16x8], of a warp; half(word, i) is 16-bit number i of a register.
 void warp_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float (*half)(u32, int));
+// d[16x8] += a[16x8] b[8x8], of a warp, of TF32 operands.
+void warp_product_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
 
 }  // namespace emu
 
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emu::warp_product(d, a, b0, b1, [](u32 word, int i) { return i ? bf16_high(word) : bf16_low(word); });
+}
+inline void mma_bf16_half(float (&d)[4], u32 a0, u32 a1, u32 b) { mma_bf16(d, {a0, a1, 0, 0}, b, 0); }
+inline void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+  for (int e = 0; e < 4; ++e) d[e] = c[e];
+  emu::warp_product_tf32(d, a, b0, b1);
 }
 
 namespace emu {

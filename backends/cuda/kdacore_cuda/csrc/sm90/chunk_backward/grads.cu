@@ -14,6 +14,8 @@
 //   dg, dbeta, and parts of dA_log and ddt_bias    through the gate, the norms and the sigmoid of
 //                                                  beta: grads_gate.cuh, grads_stores.cuh
 //
+// Sums over tokens and over channels are small products: grads_token_sums.cuh, grads_channel_sums.cuh.
+//
 // Grid: at most a block a multiprocessor; block b takes units b, b + grid, ... Four warpgroups: one
 // for each half of the tokens and half of the channels. Shared memory: grads_shared_memory.cuh.
 //
@@ -59,17 +61,14 @@ __device__ __forceinline__ void fetch_block(const ChunkBackwardParams& p, u32 sh
   fence_async_proxy();
   sync_block();
 }
-__device__ __forceinline__ void fetch_gate_group(const ChunkBackwardParams& p, u32 shared,
-                                                 const NextUnit& next, const Lane& l) {
-  fetch_gate(p, shared, next, l);
-  copy_async_commit();
-}
 
 // Barriers, the block's first two units, and all of the first unit's arrays.
 __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 shared, const Lane& l) {
   if (l.thread == 0) {
     barrier_init(shared + OFFSET(SharedMemory, pairs_full), 1);
     barrier_init(shared + OFFSET(SharedMemory, states_full), 1);
+    barrier_init(shared + OFFSET(SharedMemory, norms_full), NORM_WARPS * WARP_ARRIVALS);
+    barrier_init(shared + OFFSET(SharedMemory, norms_full[1]), NORM_WARPS * WARP_ARRIVALS);
     fence_barrier_init();
     write_unit(p, unit_at(shared, 0), block_index(), 0, p.N);
     write_grid_step(p, shared);
@@ -82,7 +81,8 @@ __device__ __forceinline__ void start_block(const ChunkBackwardParams& p, u32 sh
     fetch_values(p, shared, first, 0, l);
     fetch_own(shared + OFFSET(SharedMemory, q), first.q, p.q_st, first.rows, channels_of(p), l);
     fetch_own(shared + OFFSET(SharedMemory, k), first.k, p.k_st, first.rows, channels_of(p), l);
-    fetch_gate_group(p, shared, first, l);
+    fetch_gate(p, shared, first, l);
+    copy_async_commit();
   }
   copy_async_wait<2>();
   fence_async_proxy();
@@ -121,16 +121,16 @@ __device__ __forceinline__ void multiply_pairs(float (&pairs)[4][4], const Chunk
 
 // dA and dL, shrunk, to shared memory; the partial sums of the unit before, which are complete
 // after this step's barrier.
-__device__ __forceinline__ void share_pairs(float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
+__device__ __forceinline__ void share_pairs(const float (&pairs)[4][4], const ChunkBackwardParams& p, u32 shared,
                                             int n, u32 gate, const GateLoads& gate_loads, const Lane& l) {
-  const float largest = mask_pairs(pairs, l);
-  if (l.lane == 0)
-    store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), __float_as_uint(largest));
+  const PackedPairs packed = mask_pairs(pairs, p.scale, l);
+  const u32 largest = largest_pair(packed);
+  if (l.lane == 0) store_shared(shared + OFFSET(SharedMemory, largest) + 4 * (l.thread >> 5), largest);
   store_gate_parameters(p, gate_loads, gate, l);
   sync_block();
-  const Scaling by = make_scaling(shared, p.centre);
+  const Scaling by = make_scaling(shared, p.centre, l);
   if (l.thread == 0) store_shared(shared + OFFSET(SharedMemory, scaling), by.shrink, by.grow);
-  store_pairs(pairs, shared, p.scale, by, l);
+  store_pairs(packed, shared, by, l);
   if (n) store_partial_sums(p, shared, unit_at(shared, n - 1), l);
 }
 
@@ -167,7 +167,7 @@ __device__ __forceinline__ void add_blocks(float (&pairs)[4][4], Accumulators& d
   }
 }
 
-// dq, dk, dbeta and dg to device memory; each array's place is given to the next unit.
+// dg, dbeta, dq and dk to device memory; each array's place is given to the next unit.
 __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&dk)[4][4],
                                                 const ChunkBackwardParams& p, u32 shared, int n, u32 unit,
                                                 u32 gate, u32 states, u32 scalars, u32 last, const Lane& l) {
@@ -180,21 +180,19 @@ __device__ __forceinline__ void store_gradients(Accumulators& d, const float (&d
   const OutputRows to = channel_rows(p, unit, l);
   if (!BOUNDED && l.thread == UNIT_THREAD)
     write_next_unit(p, shared, unit_at(shared, n + 2), unit_at(shared, n + 1));
-  NormGradient q_norm = {}, k_norm = {};
-  if (!GROUPED) {
-    q_norm = row_norm_gradient(0, scalars + OFFSET(RowScalars, q_norm), by.y, p, shared, l);
-    k_norm = row_norm_gradient(1, scalars + OFFSET(RowScalars, k_norm), by.y, p, shared, l);
-  }
-  store_row_gradient(d.aq, q_norm, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
-  fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, channels_of(p), l);
-  store_row_gradient(dk, k_norm, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
-  fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, channels_of(p), l);
-  store_beta_gradient(p, shared, scalars, unit, l);
+  if (!GROUPED) share_norm_gradients(p, shared, scalars, by.y, l);
+  store_beta_gradient(p, shared, scalars, unit, by.y, l);
   float following[2];
   load_following_sums(following, shared, states, last, by.x, l);
   sum_following_tokens(d.cs, following, l);
   store_gate_gradient(d.cs, p, gate, by.y, shared, unit, to, l);
-  fetch_gate_group(p, shared, next, l);
+  fetch_gate(p, shared, next, l);
+  if (!GROUPED) barrier_wait(norms_full_address(shared, l), n & 1);
+  store_row_gradient(d.aq, 0, OFFSET(SharedMemory, q), by.y, p, p.dq, shared, unit, to, l);
+  fetch_own(shared + OFFSET(SharedMemory, q), next.q, p.q_st, next.rows, channels_of(p), l);
+  store_row_gradient(dk, 1, OFFSET(SharedMemory, k), by.y, p, p.dk, shared, unit, to, l);
+  fetch_own(shared + OFFSET(SharedMemory, k), next.k, p.k_st, next.rows, channels_of(p), l);
+  copy_async_commit();
 }
 
 KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
@@ -202,7 +200,8 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
   const u32 shared = shared_address(memory);
   wait_for_inputs();
   const int warp = uniform(thread_index() >> 5);
-  Lane l = make_lane(warp);  // recomputed in every step
+  const u32 places = lane_places(warp);
+  Lane l = make_lane(warp, places);  // recomputed in every step
   start_block(p, shared, l);
 
   int n = 0, further = 0;  // units; blocks of values beyond each unit's first
@@ -210,7 +209,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     // Where shared memory has what belongs to this unit alone.
     const u32 unit = unit_at(shared, n), gate = shared + OFFSET(SharedMemory, gate) + (n & 1) * GATE_PITCH;
     if (!unit_int(unit, OFFSET(SharedUnit, rows))) break;
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     const u32 states = shared + OFFSET(SharedMemory, states) + (n & 1) * STATES_PITCH;
     const u32 scalars = shared + OFFSET(SharedMemory, rows) + (n & 1) * ROWS_BYTES;
     const u32 last = shared + OFFSET(SharedMemory, last) + (n & 1) * LAST_BYTES;
@@ -240,7 +239,7 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     sync_warp();
 
     // 2. Gate: decays, and with them the operands of q and k.
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     Decays saved;
     float end[2][ANCHORS];
     {
@@ -249,8 +248,9 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
       save_decays(saved, up, shared, l);
     }
     wait_states(d);
-    scale_states(d, last, p.scale, make_scaling(shared, p.centre), l);
+    scale_states(d, last, p.scale, make_scaling(shared, p.centre, l), l);
     if (SK_IN_U) sync_block();
+    l = make_lane(warp, places);
     Operands o;
     make_operands(o, saved, end, shared, scalars, l);
     store_anchor_ends(end, shared, l);
@@ -258,19 +258,24 @@ KDA_KERNEL(THREADS, 1) grads(KDA_PARAM ChunkBackwardParams p) {
     sync_block();
 
     // 3. Sums over pairs of tokens: dq, dk and dgc.
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     fetch_shared(p, shared, n + 1, l);
     float dk[4][4];
     if (l.token_half)
       sum_pairs<1>(d, dk, o, saved, p, shared, scalars, l);
     else
       sum_pairs<0>(d, dk, o, saved, p, shared, scalars, l);
+    l = make_lane(warp, places);
+    if (l.token_half)
+      sum_tokens(shared + OFFSET(SharedMemory, later_sums), l, [&](int j, int e) { return d.cs[j][e]; });
+    sum_channels(d, dk, p, shared, l);
+    add_values(shared, l);
     copy_async_wait<0>();
     fence_async_proxy();
     sync_block();
 
     // 4. Through the norms and the gate to device memory.
-    l = make_lane(warp);
+    l = make_lane(warp, places);
     store_gradients(d, dk, p, shared, n, unit, gate, states, scalars, last, l);
   }
   if (n) {

@@ -53,7 +53,7 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved,
   const u32 tokens = scalars + 4 * (HALF * l.token_half + 2 * l.t),
             own = shared + 16 * (l.thread & 127) + operand_at(0, l.channel_half);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 1; i >= 0; --i) {
     u32 x[4];
     float up[2][4];
     load_decays(up[0], saved, 2 * i, shared, l);
@@ -95,13 +95,14 @@ __device__ __forceinline__ void make_operands(Operands& o, const Decays& saved,
   }
 }
 
+// The 16 tokens of `part`.
+__device__ __forceinline__ void load_operand_part(u32 (&r)[4], u32 from, int part, const Lane& l) {
+  const uint4 x = load_shared_u4(from + 16 * (l.thread & 127) + 16 * 128 * part);
+  r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
+}
 __device__ __forceinline__ void load_operand(Operand& r, u32 from, const Lane& l) {
-  from += 16 * (l.thread & 127);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint4 x = load_shared_u4(from + 16 * 128 * i);
-    r[i][0] = x.x, r[i][1] = x.y, r[i][2] = x.z, r[i][3] = x.w;
-  }
+  for (int i = 0; i < 2; ++i) load_operand_part(r[i], from, i, l);
 }
 
 // Where up at the end of an anchor's tokens is stored until it is needed again: in the upper

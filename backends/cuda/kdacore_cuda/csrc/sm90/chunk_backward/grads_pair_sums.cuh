@@ -29,19 +29,21 @@ __device__ __forceinline__ void sum_tokens(u32 to, const Lane& l, F f) {
 }
 
 // After the products of the half's own pairs were started, those of cs and cy first: then dq in aq,
-// x in ax, dk in cy, dgc in cs.
+// x in ax, dk in cy, dgc in cs. Later tokens first, here and in make_operands(): that spills least.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void finish_pairs(Accumulators& d, float (&cy)[4][4], const Operands& o,
-                                             const Decays& saved, const float (&end)[2][ANCHORS], u32 shared,
-                                             u32 scalars, const Lane& l) {
+                                             const Decays& saved, u32 shared, u32 scalars, const Lane& l) {
   warpgroup_wait<1>();
   fence_registers(d.cs);
   fence_registers(cy);
+  float end[2][ANCHORS];
+  load_anchor_ends<TOKEN_HALF>(end, shared, l);
   {
-    Operand sk;
-    load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
+    const u32 own = shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half);
+    u32 sk[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 3; j >= 0; --j) {
+      if (j % 2) load_operand_part(sk, own, j / 2, l);
       float up[4];
       load_decays(up, saved, j, shared, l);
 #pragma unroll

@@ -17,15 +17,14 @@ __device__ __forceinline__ void add_pairs(float (&d)[4][4], const Operand& a, u3
   }
 }
 
-// Pairs across the halves, and the sums over tokens that earlier steps need of the terms so far,
-// before the half's own pairs.
+// Pairs across the halves, and the sum over tokens of sk cs while cs is the state's part, before the half's own pairs.
 template <int TOKEN_HALF>
 __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, float, u32 shared,
                                            const Lane& l) {
   {
     Operand sk;
     load_operand(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), l);
-    sum_tokens(shared + OFFSET(SharedMemory, suffix_sums) + 4 * K * TOKEN_HALF, l,
+    sum_tokens(shared + OFFSET(SharedMemory, suffix_sums[TOKEN_HALF]), l,
                [&](int j, int e) { return element(sk, j, e) * d.cs[j][e]; });
   }
   if constexpr (TOKEN_HALF) {
@@ -40,11 +39,6 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
     warpgroup_wait<0>();
     fence_registers(d.aq);
     fence_registers(d.ax);
-    Operand zq, zb;
-    load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
-    load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);
-    sum_tokens(shared + OFFSET(SharedMemory, across), l,
-               [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
   } else {
     Operand zq, zb;
     load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);

@@ -28,10 +28,6 @@ __device__ __forceinline__ void decay(float (&d)[4][4], int first, int last, int
     if (j >> 1 >= first && j >> 1 <= last) d[j][e] *= by[e >> 1];
   });
 }
-__device__ __forceinline__ void load_quarter(u32 (&r)[4], u32 from, int quarter, const Lane& l) {
-  const uint4 x = load_shared_u4(from + 16 * 128 * quarter + 16 * (l.thread & 127));
-  r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
-}
 __device__ __forceinline__ u64 rows_block(u32 image, int i, int j) {
   return rows_operand(image + IMAGE_ROW * i + 2 * j);
 }
@@ -63,7 +59,7 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
 #pragma unroll
     for (int quarter = 0; quarter < 2; ++quarter) {
       u32 sk[4];
-      load_quarter(sk, shared + operand_at(OFFSET(SharedMemory, sk), l.channel_half), quarter, l);
+      load_operand_part(sk, shared + operand_at(OFFSET(SharedMemory, sk), l.channel_half), quarter, l);
       decay(d.aq, 0, 1, quarter, shared, unit, l);
       decay(d.ax, 0, 1, quarter, shared, unit, l);
       fence_registers(d.aq);
@@ -79,17 +75,12 @@ __device__ __forceinline__ void add_across(Accumulators& d, const Operands&, flo
     decay(d.aq, 1, 1, 2, shared, unit, l);
     decay(d.ax, 1, 1, 2, shared, unit, l);
     decay(d.cs, 0, 0, 3, shared, unit, l);
-    Operand zq, zb;
-    load_operand(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), l);
-    load_operand(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), l);
-    sum_tokens(shared + OFFSET(SharedMemory, across), l,
-               [&](int j, int e) { return element(zq, j, e) * d.aq[j][e] + element(zb, j, e) * d.ax[j][e]; });
   } else {
 #pragma unroll
     for (int quarter = 1; quarter >= 0; --quarter) {
       u32 zq[4], zb[4];
-      load_quarter(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), quarter, l);
-      load_quarter(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), quarter, l);
+      load_operand_part(zq, shared + operand_at(OFFSET(SharedMemory, zq), l.channel_half), quarter, l);
+      load_operand_part(zb, shared + operand_at(OFFSET(SharedMemory, zb), l.channel_half), quarter, l);
       decay(d.cs, 0, 1, 2 + quarter, shared, unit, l);
       fence_registers(d.cs);
       warpgroup_fence();
@@ -112,7 +103,7 @@ __device__ __forceinline__ void start_own(Accumulators& d, float (&cy)[4][4], co
                                           u32 shared, const Lane& l) {
   const u32 dA = shared + OFFSET(SharedMemory, dA), dL = shared + OFFSET(SharedMemory, dL);
   constexpr int first = HALF * TOKEN_HALF, second = first + 16;
-  load_quarter(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), 0, l);
+  load_operand_part(sk, shared + operand_at(OFFSET(SharedMemory, sk), 2 * TOKEN_HALF + l.channel_half), 0, l);
   fence_registers(cy);
   fence_registers(d.cs);
   fence_registers(d.aq);

@@ -77,27 +77,31 @@ struct SharedMemory {
 #endif
   RowScalars rows[2];
   ChunkDecays last[2];
-  float channel_sums[3][8][C];  // of 8 warps: for the norm of q, that of k, dbeta
+  // Of 8 warps, for the norm of q, that of k, dbeta; places of tokens: grads_channel_sums.cuh.
+  float channel_sums[3][8][C];
   float states[2][2][K];        // sum_v h dh of each half of V
-  float across[K];              // what the later half of tokens adds to the other's sums over tokens
+  float later_sums[K];          // sum over the later half's tokens of dgc
   float bias[2][K];             // dbias of each half of tokens
   float rate[16];               // what each warp adds to dA_log
-  float largest[16];            // of each warp's pairs
+  u32 largest[16];              // of each warp's pairs, bits of a bfloat16
   float suffix_sums[2][K];      // sum over a half's tokens of sk cs
   GateParameters gate[2];
-  float values[THREADS];  // what v gives to dbeta
+  float values[16][HALF];  // what v gives to dbeta, of each warp's values
+  float of_values[C];      // the same of all values
   float scaling[2];       // shrink, grow
   u32 step[2];            // of the grid: slots, heads
   SharedUnit units[4];    // this one, the next ones and the one before, by number modulo 4
   u64 pairs_full;         // barrier: u, dr, rows, last are there
   u64 states_full;        // barrier: h, dh
+  u64 norms_full[2];      // barriers: what the norms of the half's rows make of their gradients
 };
 KDA_SHARED_BYTES(sizeof(SharedMemory));
 
 // Threads and warps that do something for the whole block: each in another warp, as all others wait
 // at the next barrier.
 constexpr int WORKSPACE_THREAD = 5 * 32, UNIT_THREAD = 7 * 32;
-constexpr int BETA_WARP = 3;  // of the first half of channels
+constexpr int BETA_WARP = 3, VALUES_WARP = 2;  // of the first half of channels
+constexpr int NORM_WARPS = 2;                 // of the second half: one for q, one for k
 
 struct Lane {
   int thread, lane, g, t;
@@ -111,8 +115,20 @@ struct Lane {
   int channel;  // of element 0; element 2 is 8 further
 };
 
+// Where a lane's row of a transposed tile is in the warp's own rows, and 65,536 times where its 16 bytes are: kept, as
+// both take more instructions than other constants.
+__device__ __forceinline__ u32 lane_places(int warp) {
+  const int lane = thread_index() & 31, channel_half = warp >> 2 & 1, token_half = warp >> 3, piece = 2 * (warp & 3);
+  const int row = (lane & 7) + 8 * (lane >> 4);
+  // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same
+  // banks.
+  const int token = HALF * token_half + (lane & 6) + (lane >> 3 & 1) + (lane >> 1 & 8);
+  const u32 rows = channel_half * SQUARE_BYTES;
+  return (rows + HALF * IMAGE_ROW * token_half + swizzled(row, piece + (lane >> 3 & 1))) |
+         (rows + swizzled(token, piece + (lane & 1))) << 16;
+}
 // Recomputed in each step: there are no registers to keep all of it.
-__device__ __forceinline__ Lane make_lane(int warp) {
+__device__ __forceinline__ Lane make_lane(int warp, u32 places) {
   Lane l;
   l.thread = opaque(thread_index());
   l.lane = l.thread & 31;
@@ -121,13 +137,11 @@ __device__ __forceinline__ Lane make_lane(int warp) {
   l.warp = warp & 3;
   l.channel_half = warp >> 2 & 1;
   l.token_half = warp >> 3;
-  const int row = (l.lane & 7) + 8 * (l.lane >> 4);
-  l.tile = swizzled(row, 2 * l.warp + (l.lane >> 3 & 1));
-  l.own = l.channel_half * SQUARE_BYTES + HALF * IMAGE_ROW * l.token_half + l.tile;
-  // Eight lanes have every other row: the swizzle puts two pieces of neighbouring rows in the same
-  // banks.
+  places = (u32)opaque((int)places);
+  l.own = places & 0xffffu;
+  l.piece = places >> 16;
+  l.tile = l.own - (l.channel_half * SQUARE_BYTES + HALF * IMAGE_ROW * l.token_half);
   l.token = HALF * l.token_half + (l.lane & 6) + (l.lane >> 3 & 1) + (l.lane >> 1 & 8);
-  l.piece = l.channel_half * SQUARE_BYTES + swizzled(l.token, 2 * l.warp + (l.lane & 1));
   l.channel = 64 * l.channel_half + 16 * l.warp + l.g;
   return l;
 }
@@ -227,10 +241,11 @@ constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 // A tile in pairs of tokens: word 2 (j & 1) + (e >> 1) of r[j >> 1] is elements e, e + 1 of d[j].
 typedef u32 Operand[2][4];
 
-__device__ __forceinline__ float element(const Operand& r, int j, int e) {
-  const u32 word = r[j >> 1][2 * (j & 1) + (e >> 1)];
+__device__ __forceinline__ float element(const u32 (&part)[4], int j, int e) {  // of the 16 tokens that have tile j
+  const u32 word = part[2 * (j & 1) + (e >> 1)];
   return e & 1 ? bf16_high(word) : bf16_low(word);
 }
+__device__ __forceinline__ float element(const Operand& r, int j, int e) { return element(r[j >> 1], j, e); }
 // The anchor that an element of the tile belongs to.
 __device__ __forceinline__ constexpr int anchor_of(int j) { return BOUNDED ? 0 : j >> 1; }
 
@@ -270,43 +285,11 @@ __device__ __forceinline__ OfTokens load_tokens(u32 at, const Lane& l) {
   return r;
 }
 
-// Sum over the warp's 16 channels of a value that each lane has one of a token (its own two
-// channels already added): in the end every lane has the sum of one token, token_of(lane). Each
-// step halves the number of values a lane has.
-__device__ __forceinline__ float sum_channels(const OfTokens& a, const Lane& l) {
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = a.x[i >> 1][i & 1];
-#pragma unroll
-  for (int half = 4; half; half >>= 1) {
-    const bool upper = l.g & half;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float keep = upper ? x[i + half] : x[i], send = upper ? x[i] : x[i + half];
-      x[i] = keep + shuffle_xor(send, 4 * half);
-    }
-  }
-  return x[0];
-}
-__device__ __forceinline__ int token_of(const Lane& l) { return 8 * (l.g >> 1) + 2 * l.t + (l.g & 1); }
-
 // Sum over a channel's 32 tokens, the lane's eight added already: the same number in all four
 // lanes.
 __device__ __forceinline__ float sum_quad(float x) {
   x += shuffle_xor(x, 1);
   return x + shuffle_xor(x, 2);
-}
-
-// The same, and the sum of the lanes before this one, or of those after it; the other lanes do not
-// influence its last bits.
-struct QuadSums {
-  float aside, all;
-};
-template <bool AFTER>
-__device__ __forceinline__ QuadSums scan_quad(float x, const Lane& l) {
-  const float one = shuffle_xor(x, 1), pair = x + one, two = shuffle_xor(pair, 2);
-  const float near = (l.t & 1) == !AFTER ? one : 0.0f, far = (l.t >> 1) == !AFTER ? two : 0.0f;
-  return {near + far, pair + two};
 }
 
 __device__ __forceinline__ float power_of_two(int n) { return __uint_as_float((u32)(127 + n) << 23); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/chunk_backward/grads_pairs.cuh"
+#include "sm90/small_products.cuh"
 
 struct Accumulators {
   float aq[4][4], ax[4][4], cs[4][4];
@@ -57,8 +58,11 @@ __device__ __forceinline__ void multiply_states(const StateOperands& a, u32 to, 
   float low[4] = {}, high[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    mma_bf16(low, a.h[i], a.dh[i][0], a.dh[i][2]);
-    mma_bf16(high, a.h[i], a.dh[i][1], a.dh[i][3]);
+#pragma unroll
+    for (int w = 0; w < 4; w += 2) {
+      mma_bf16_half(low, a.h[i][w], a.h[i][w + 1], a.dh[i][w]);
+      mma_bf16_half(high, a.h[i][w], a.h[i][w + 1], a.dh[i][w + 1]);
+    }
   }
   if (l.t == l.g >> 1) {
     const u32 at = to + 4 * (K * l.token_half + l.channel);

@@ -357,6 +357,7 @@ def test_import_preset_small() -> None:
     assert row.samples == 2 and 0 < (row.seconds or 0) < 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_first_call_preset_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "h200-first-call", "--tiny", "--device", "cpu", "--backend", "reference"]) == 0

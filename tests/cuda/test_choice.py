@@ -614,6 +614,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch, emulated: list[str]) -> Any:
     REGISTRY.reset()
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("heads", "options", "training", "form", "kernels"),
     [

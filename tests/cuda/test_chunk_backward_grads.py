@@ -205,6 +205,7 @@ def test_strided_inputs() -> None:
     check(draw(70, 2, 2, B=2)._replace(q=q, k=k, v=v, g=g, beta=beta))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("scale", [1e-6, 1e5])
 @pytest.mark.parametrize("gate", ["random", "slow"])
 @pytest.mark.parametrize("options", [{}, UNBOUNDED])
@@ -302,6 +303,7 @@ def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> N
         assert np.array_equal(x, again[name], equal_nan=True), name
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("float_gate", [False, pytest.param(True, marks=exhaustive)])
 @pytest.mark.parametrize("bounded", [True, pytest.param(False, marks=exhaustive)])

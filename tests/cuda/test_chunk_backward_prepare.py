@@ -79,6 +79,7 @@ def test_gates(emulated: list[str], gate: str) -> None:
     assert ("G_FLOAT0-BOUNDED1" if raw else "G_FLOAT1-BOUNDED1") in emulated[0]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("gate", ["random", "init", "fast", "slow", "spread", "mixed"])
 def test_gates_without_a_bound(emulated: list[str], gate: str) -> None:
     raw = gate in ("random", "init")
@@ -115,6 +116,7 @@ def test_packs(emulated: list[str], index: torch.dtype, options: dict[str, Any])
     check(draw(sum(lengths), cu_seqlens=cu), **options)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize(("H", "HV"), [(1, 2), (2, 4), (3, 3)])
 def test_heads(emulated: list[str], H: int, HV: int, options: dict[str, Any]) -> None:
@@ -159,6 +161,7 @@ def test_without_parameters(emulated: list[str]) -> None:
     check(inputs._replace(A_log=None, dt_bias=None), **BOUNDED_MODEL)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("packed", [False, True])
 def test_strides(emulated: list[str], packed: bool, options: dict[str, Any]) -> None:

@@ -247,6 +247,7 @@ def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:
             assert error(getattr(got, name), getattr(want, name)) < 2 * BOUND, name
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("gate", ["init", "slow", "fast", "spread", "mixed"])
 def test_gates(emulated: list[str], gate: str) -> None:
     """Slow ones: what a segment hands on is most of the next one's state."""
@@ -457,6 +458,7 @@ def test_the_kernels_for_segments_are_packaged() -> None:
     assert len(PACKAGED) == 3 * 2
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kernel", PACKAGED, ids=lambda k: k.name)
 def test_compiles_without_spills(kernel: KernelSource) -> None:
     log = compile_kernel(kernel, "sm_90a")

@@ -274,6 +274,7 @@ def whole_fraction(monkeypatch: pytest.MonkeyPatch, clusters: int) -> None:
     monkeypatch.setattr(choice, "resident_clusters", lambda *given: clusters)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("lengths", [None, (0, 1, 15, 130, 17, 64, 33, 0)], ids=["dense", "pack"])
 def test_clusters_of_four_have_the_bits_of_two(
@@ -473,7 +474,7 @@ def test_clusters_share_more_sequences_than_lanes(
 
 
 # Of the kernel's own way for many short sequences: at most 128 tokens, 8 sequences and heads a cluster or more.
-@pytest.mark.first_cases(6)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 49, 64, 97, 128])
 def test_many_short_sequences(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -> None:
     same_in_shares(monkeypatch, draw(6, T, 3, 3, seed=T), 2, output_final_state=True, **BOUNDED_MODEL)

@@ -58,6 +58,7 @@ def check(inputs: ChunkInputs, loose: float = 2.0, **options: Any) -> Outputs:
     return got
 
 
+@pytest.mark.first_cases(1)
 @BOTH
 @pytest.mark.parametrize(
     "gate", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str

@@ -73,6 +73,7 @@ def ran(way: str, launched: list[str]) -> None:
     assert all(f"-CLUSTER{cluster}-" in name and "SCANNERS" in name for name in launched) or cluster == 1
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("v_first", [True, pytest.param(False, marks=MORE)])
 def test_everything_at_once(emulated: list[str], way: str, v_first: bool) -> None:
     """Two pools of strided rows, sequences without slots, new ones, and rows behind the pack."""
@@ -137,6 +138,7 @@ def test_rows_behind_a_pack_change_no_bit(emulated: list[str], way: str) -> None
     assert same_bits(got[0].final_state, got[1].final_state)
 
 
+@pytest.mark.first_cases(2)
 def test_batches_with_padding(emulated: list[str], way: str) -> None:
     """Rows of equal length, one of them without a slot."""
     pack = draw(way, (150,))
@@ -262,6 +264,7 @@ def test_checkpoints_do_not_change_a_bit(emulated: list[str], way: str) -> None:
     assert same_bits(inputs.initial_state[7], before[1])
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_checkpoints_of_one_row_in_a_pool_that_begins_anywhere(

@@ -122,6 +122,7 @@ def operands_of(request: Request, inputs: ChunkInputs) -> dict[str, F64]:
     }
 
 
+@pytest.mark.first_cases(1)
 @BOTH
 @pytest.mark.parametrize(
     "gate", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)], ids=str
@@ -144,6 +145,7 @@ def test_prepare_writes_operands(emulated: list[str], gate: torch.dtype, options
         assert np.isnan(got[name][elsewhere]).all(), name
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_maps(emulated: list[str], lengths: None, case: str) -> None:
     inputs = CASES[case]()
@@ -161,7 +163,7 @@ def test_maps(emulated: list[str], lengths: None, case: str) -> None:
             assert error(mine[tuple(at)], exact[tuple(at)]) < WALK_BOUND
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("case", LONG)
 def test_chain(emulated: list[str], lengths: None, multiprocessors: None, case: str) -> None:
     """Nine segments or more of a dense sequence: the ring goes round twice."""
@@ -297,7 +299,7 @@ def test_shorter_segments_later(emulated: list[str], monkeypatch: pytest.MonkeyP
     assert any(name.startswith("chain-") for name in emulated) != composes
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @BOTH
 def test_longer_segments_behind(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -312,6 +314,7 @@ def test_longer_segments_behind(
     check(inputs, checkpoint_every=128, **options)
 
 
+@pytest.mark.exhaustive
 def test_longer_segments_behind_keep_bits(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever follows, and alone as in a pack, whose later sequences begin with short segments again."""
     use_segments(monkeypatch, LONGER_BEHIND)
@@ -347,6 +350,7 @@ def test_longer_than_two_rings(emulated: list[str], monkeypatch: pytest.MonkeyPa
     check(draw(64 * (8 if chunks == 1 else 10), seed=chunks), 1.5, **BOUNDED_MODEL)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("gate", ["init", "slow", "fast", "spread", "mixed"])
 def test_gates(emulated: list[str], gate: str) -> None:
     """Slow ones: what a segment hands on is most of the next one's state."""

@@ -186,6 +186,7 @@ def padded(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     return whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", [(64, 64), (80, 112)], ids=str)
 @pytest.mark.parametrize("model", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_bits_of_a_call_filled_up_with_zeros(
@@ -289,6 +290,7 @@ def test_states_and_checkpoints(
     assert got.final_state.dtype == dtype
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 def test_packs_that_clusters_share(
     emulated: list[str], clusters: int, dims: tuple[int, int], model: dict[str, Any], monkeypatch: Any

@@ -36,7 +36,7 @@ def cases(op: str, kind: ArrayKind) -> list[Case]:
     return [c for c in wide if not judge(c)]
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("op", OPS)
 def test_torch(op: str, registered: None, emulated: list[str]) -> None:
     run_emulated(cases(op, "torch"), emulated, "decode")

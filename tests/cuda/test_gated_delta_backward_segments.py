@@ -77,7 +77,7 @@ def test_bounded_gate_negative_eigenvalues_and_groups(emulated: list[str]) -> No
     check(draw(330, 2, 6), safe_gate=True, lower_bound=-5.0, allow_neg_eigval=True, scale=0.2, **MODEL)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:

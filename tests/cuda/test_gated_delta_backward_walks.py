@@ -254,6 +254,7 @@ def test_states(emulated: list[str], walk: Walk, given: str, dtype: torch.dtype,
     walk(make_case(inputs, d_final, state_v_first=v_first, **MODEL), 1 + v_first)
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @WALKS
@@ -323,6 +324,7 @@ def test_same_bits_in_any_order(emulated: list[str], monkeypatch: pytest.MonkeyP
     assert all(same(x, found[0]) for x in found)
 
 
+@pytest.mark.first_cases(1)
 @WARPGROUPS
 def test_kept_and_recomputed_bits_are_the_same(emulated: list[str], warpgroups: int) -> None:
     """And outputs those of the walk that keeps nothing; the reverse walk those of a launch of its own."""

@@ -79,6 +79,7 @@ def test_lengths(emulated: list[str], monkeypatch: pytest.MonkeyPatch, T: int) -
     check(monkeypatch, emulated, draw(T, B=1 + T % 2, seed=T), output_final_state=True)
 
 
+@pytest.mark.first_cases(1)
 def test_longer_than_two_rings(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int
 ) -> None:

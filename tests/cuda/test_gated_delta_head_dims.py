@@ -119,6 +119,7 @@ def padded(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     return whole
 
 
+@pytest.mark.first_cases(1)
 def test_bits_of_a_call_filled_up_with_zeros(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
 ) -> None:
@@ -222,7 +223,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "choose_lengths", lambda *given: SHORT)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("v_first", [False, True])
 def test_segments(emulated: list[str], short_segments: None, dims: tuple[int, int], v_first: bool) -> None:
     matrix = dims[::-1] if v_first else dims
@@ -321,6 +322,7 @@ def suite(**changes: Any) -> list[Case]:
 QUICK = tuple(f"{OP}-{x}" for x in ("accuracy-collinear", "gradients-collinear", "causality-base", "pool"))
 
 
+@pytest.mark.exhaustive
 def test_some_conformance_cases(emulated: list[str]) -> None:
     with registered(OP):
         cases = suite()

@@ -132,7 +132,7 @@ def test_forward_from_no_state_in_other_layout(emulated: list[str]) -> None:
     check_forward(draw(260), 2, allow_neg_eigval=True, **MODEL)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gate", ["slow", "mixed", "fast", "spread"])
 def test_gates(emulated: list[str], gate: str) -> None:
     """Log decays. Slow ones: all that a rank hands on reaches the last one."""
@@ -142,6 +142,7 @@ def test_gates(emulated: list[str], gate: str) -> None:
         check_gradients(inputs, 4, kept=kept, **LOG)
 
 
+@pytest.mark.exhaustive
 def test_strided_tokens(emulated: list[str]) -> None:
     wide, short = Draw(8).normal(1, 260, 1, 4 * 128), draw(260, 1, 2)
     v = torch.cat([wide[..., 128:256], wide[..., :128], wide[..., :128]], -2)

@@ -142,7 +142,7 @@ def test_launches_are_those_of_torch(
 OFTEN = ("grouped", "gated delta")
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OFTEN)
 def test_bits_are_those_of_torch(emulated: list[str], from_jax: Device, name: str) -> None:
     got, want = from_both(middle_rank(*CASES[name]))
@@ -156,6 +156,7 @@ def test_bits_of_other_calls(emulated: list[str], from_jax: Device, name: str) -
     check(*from_both(middle_rank(*CASES[name])))
 
 
+@pytest.mark.exhaustive
 def test_packs_of_many_sequences(
     emulated: list[str], from_jax: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

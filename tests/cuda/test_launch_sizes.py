@@ -74,6 +74,7 @@ def by_source(every: bool) -> Iterator[object]:
             yield pytest.param(kernel, arch, id=row_name(kernel, arch), marks=marks)
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(("kernel", "arch"), [*by_source(False), *by_source(True)])
 def test_the_compiler_of_the_cpu_sees_the_same(kernel: KernelSource, arch: str, tmp_path: Path) -> None:
     """Of structures, as ``sizeof`` and ``OFFSET`` give them; nothing is run."""

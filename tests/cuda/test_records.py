@@ -121,6 +121,7 @@ def call_of(
     return RecurrentInputs(**(given | more))
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -60,6 +60,7 @@ def test_forward(emulated: list[str], T: int, B: int, H: int, HV: int, ranks: in
     assert names == ["prepare", "maps", "transition"] * ranks + ["slice_starts", "output"] * ranks
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("lengths", "ranks", "options"),
     [(CROSSING, 3, BOUNDED_MODEL), (SKIPPING, 4, MODEL), ([40], 2, BOUNDED_MODEL)],

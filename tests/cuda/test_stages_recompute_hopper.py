@@ -102,6 +102,7 @@ def test_what_is_written_last_stays(with_q: bool, last: int) -> None:
     assert recompute_grid(1000, 132, 0, with_q).first_in_l2 == 0
 
 
+@pytest.mark.first_cases(1)
 @ways
 @queries
 def test_results_are_stored_to_stay_from_there_on(

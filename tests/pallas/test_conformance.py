@@ -31,7 +31,7 @@ def cases() -> dict[str, Case]:
     return {case.id: case for case in plan("xla", device="cpu", level="quick", kinds=("jax",)).cases}
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", PICKED)
 def test_case(name: str) -> None:
     result = run_case(cases()[name])

@@ -103,6 +103,7 @@ def test_later_tokens_change_no_earlier_bit(rows: Split) -> None:
         assert np.array_equal(one[1][name][:, :t], two[1][name][:, :t]), name
 
 
+@pytest.mark.exhaustive
 def test_what_is_in_one_sequence_stays_there(pack: Split) -> None:
     """NaN in a sequence that lies in four ranks changes no bit of the others."""
     clean, _ = pack.run()

@@ -71,6 +71,7 @@ TPU = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "gates", ["still", *(pytest.param(g, marks=pytest.mark.exhaustive) for g in ("steep", "cliff"))]
 )

@@ -222,7 +222,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.first_cases(5)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("kind", "op", "dtype", "state", "taps", "how"), CALLS)
 def test_a_padded_pack_over_pools(kind: str, op: str, dtype: str, state: str, taps: int, how: str) -> None:
     arrays, options = served(kind, op, dtype, state, taps, how)
@@ -430,6 +430,7 @@ PICKED = (
 )
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("name", PICKED)
 def test_case_of_the_suite(name: str) -> None:
     cases = {case.id: case for case in plan("xla", device="cpu", level="quick", kinds=("jax",)).cases}

@@ -37,7 +37,7 @@ def layout_of(case: Case) -> tuple[SavedLayout, Any]:
     return chunk_forward.saved_layout(request, plan, arrays, initial), arrays
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_saved_arrays_are_intact_until_gradients_are_written(name: str) -> None:
     layout, inputs = layout_of(CASES[name])

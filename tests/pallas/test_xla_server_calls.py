@@ -137,7 +137,7 @@ def test_chunk(name: str) -> None:
     assert ran[-1].backend == "xla"
 
 
-@pytest.mark.first_cases(7)
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent(name: str) -> None:
     call = make(RECURRENT[name])

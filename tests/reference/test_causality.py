@@ -90,6 +90,7 @@ def _compare_changed(call: Any, t: int, kind: str, backend: Backend) -> None:
             same_bits(getattr(da, name), getattr(db, name), name)
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("t", [1, 17, 64, 65, 130])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -215,7 +215,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("lengths", "padding"), [((0, 17, 1, 0, 33, 0), 40), ((17,), 3), ((0, 0), 5)], ids=str
@@ -298,7 +298,7 @@ def test_bf16_inputs_with_unbounded_decays(gates: str) -> None:
     check(Case(gates=gates, dtype=torch.bfloat16))
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -337,7 +337,7 @@ def test_packed_sequences(form: dict[str, Any]) -> None:
     check(Case(lengths=LENGTHS, **form))
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("K, V", [(60, 100), (100, 16), (32, 60), (256, 16), (16, 256)])
 def test_head_dims(K: int, V: int) -> None:
     check(Case(K=K, V=V, T=66, **BOUNDED))
@@ -349,6 +349,7 @@ def test_head_dims_level_by_level() -> None:
     check(Case(K=100, V=60, T=66))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_states(v_first: bool, state_dtype: torch.dtype) -> None:
@@ -360,6 +361,7 @@ def test_what_may_be_absent(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("form", [{}, BOUNDED, {"dtype": torch.bfloat16}, {"scalar": True}], ids=str)
 def test_near_collinear_keys(form: dict[str, Any]) -> None:
     check(Case(collinear=True, T=100, **form))
@@ -396,6 +398,7 @@ def test_gradients_of_a_prefix_loss_do_not_see_the_rest(form: dict[str, Any]) ->
             assert torch.equal(getattr(whole, name), getattr(short, name)), name
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("size", [1e-12, 1e-6, 1e5])
 @pytest.mark.parametrize("gates", ["floor", "slow"])
 def test_gradients_of_any_size(size: float, gates: str) -> None:

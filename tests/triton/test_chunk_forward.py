@@ -364,7 +364,7 @@ def test_checkpoints_across_segments(segmented: None) -> None:
     check(x, output_final_state=True, checkpoint_every=192, **BOUNDED)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("options", "drawn"), SLOW)
 def test_segments_change_no_bit_when_tokens_are_appended(
     segmented: None, options: dict[str, Any], drawn: dict[str, Any]

@@ -249,7 +249,7 @@ def test_packed_equals_alone_bitwise() -> None:
 # --- state pools -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -274,6 +274,7 @@ def test_in_place_without_indices(T: int) -> None:
     check(draw(B=2, T=T, initial_state=states(2, 2, 16, 16)), inplace_state=True, output_final_state=True)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_accepted_tokens(T: int, inplace: bool) -> None:

@@ -277,6 +277,7 @@ def test_in_place_without_indices(op: str) -> None:
     check(op, x, inplace_state=True)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", [*CHUNK, *RECURRENT])
 def test_other_rows_are_written(op: str) -> None:
     """In the pool that is read, and in another of another layout in memory."""
@@ -378,7 +379,7 @@ def test_one_token_each(op: str, v_first: bool) -> None:
     )
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("op", RECURRENT)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -432,7 +433,7 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.first_cases(5)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("C", "family"), [(16, 0), (16, 2), *((32, i) for i in range(6)), (64, 0), (64, 5)], ids=str
 )

@@ -13,7 +13,7 @@ from kdacore_cuda.architectures import PACKAGED_ARCHS
 from kdacore_cuda.build.kernel_source import CSRC, KernelSource, gather_headers
 from kdacore_cuda.forms.packaged_kernels import packaged_kernels
 
-MOST_CONDITIONS, MOST_LINES = 22, 58
+MOST_CONDITIONS, MOST_LINES = 20, 50
 """Of all sources together: ``#if``, ``#ifdef``, ``#ifndef`` and ``#elif``, and lines with one of these, ``#else`` or
 ``#endif``. Roles and forms of a kernel are types, template parameters and ``if constexpr``."""
 

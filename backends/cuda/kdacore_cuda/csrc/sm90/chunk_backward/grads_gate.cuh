@@ -25,23 +25,19 @@ __device__ __forceinline__ void store_gate_parameters(const ChunkBackwardParams&
     store_shared(to + OFFSET(GateParameters, shift), __float_as_uint(gate_shift<BOUNDED>(p.gate, gate.x)));
 }
 
-// The gate's raw inputs.
-struct RawGates {
-#if G_FLOAT
+// The gate's raw inputs, float32 or packed.
+template <bool FLOAT>
+struct RawGatesOf {
   float x[4][4];
-#else
-  Operand x;
-#endif
 };
-__device__ __forceinline__ float raw_gate(const RawGates& r, int j, int e) {
-#if G_FLOAT
-  return r.x[j][e];
-#else
-  return element(r.x, j, e);
-#endif
-}
-__device__ __forceinline__ void load_raw_gates(RawGates& r, u32 shared, const Lane& l) {
-#if G_FLOAT
+template <>
+struct RawGatesOf<false> {
+  Operand x;
+};
+using RawGates = RawGatesOf<G_FLOAT>;
+__device__ __forceinline__ float raw_gate(const RawGatesOf<true>& r, int j, int e) { return r.x[j][e]; }
+__device__ __forceinline__ float raw_gate(const RawGatesOf<false>& r, int j, int e) { return element(r.x, j, e); }
+__device__ __forceinline__ void load_raw_gates(RawGatesOf<true>& r, u32 shared, const Lane& l) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     // Rows 8 further have the same order of pieces, and the channel 8 further is two pieces on.
@@ -50,9 +46,9 @@ __device__ __forceinline__ void load_raw_gates(RawGates& r, u32 shared, const La
     for (int j = 0; j < 4; ++j)
       r.x[j][e] = load_shared1(shared + OFFSET(SharedMemory, g) + piece + 4 * (l.channel & 3) + 8 * GATE_ROW * j);
   }
-#else
+}
+__device__ __forceinline__ void load_raw_gates(RawGatesOf<false>& r, u32 shared, const Lane& l) {
   load_own(r.x, shared + OFFSET(SharedMemory, g), l);
-#endif
 }
 __device__ __forceinline__ float2 load_biases(u32 gate, const Lane& l) {
   return make_float2(load_shared1(gate + 4 * l.channel), load_shared1(gate + 4 * l.channel + 32));

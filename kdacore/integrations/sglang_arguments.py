@@ -16,12 +16,12 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
+from kdacore.integrations.packed_arguments import packed_heads
 from kdacore.integrations.sglang_parts import (
     CHUNK,
     WRITTEN,
     checkpoints,
     output,
-    packed_columns,
     refuse_replay,
     verified,
 )
@@ -69,7 +69,7 @@ def packed_decode(
     if lower_bound is None:
         refuse_replay(replayssm_d, replayssm_write_pos)
     B, HV, K = mixed_qkv.shape[0], num_v_heads, ssm_states.shape[-1]
-    q, k, v = packed_columns(mixed_qkv, HV, head_v_dim, K)
+    q, k, v = packed_heads(mixed_qkv, HV, head_v_dim, K)
     arguments = {
         **_options(lower_bound, A_log, dt_bias),
         "q": q,

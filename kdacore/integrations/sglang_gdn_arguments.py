@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
+from kdacore.integrations.packed_arguments import packed_heads
 from kdacore.integrations.sglang_parts import (
     CHUNK,
     WRITTEN,
     checkpoints,
     output,
-    packed_columns,
     refuse_replay,
     verified,
 )
@@ -48,7 +48,7 @@ def packed_decode(
     """One token for each sequence, q, k and v as columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``; ``a`` and ``b``
     ``[B, HV]``. Returns ``o`` ``[1, B, HV, V]``."""
     refuse_replay(replayssm_d, replayssm_write_pos)
-    q, k, v = packed_columns(mixed_qkv, num_v_heads, head_v_dim, ssm_states.shape[-1])
+    q, k, v = packed_heads(mixed_qkv, num_v_heads, head_v_dim, ssm_states.shape[-1])
     arguments = {
         **_gated(a.unsqueeze(1), b.unsqueeze(1), A_log, dt_bias),
         "q": q,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
+from kdacore.integrations.packed_arguments import of_each_sequence
 
 CHUNK = 64
 """Tokens of SGLang's chunks, at whose starts it keeps states for its prefix cache."""
@@ -22,21 +23,6 @@ class _Written:
 
 WRITTEN = _Written()
 """In place of the states at chunk starts: those that are tracked are in their slots already."""
-
-
-def packed_columns(mixed_qkv: Tensor, HV: int, V: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v ``[B, 1, heads, size]`` as columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``.
-
-    Raises:
-        ContractError: the columns are of no whole number of key heads.
-    """
-    B, columns = mixed_qkv.shape
-    H, rest = divmod(columns - HV * V, 2 * K)
-    if rest or H < 1:
-        want = f"those of {HV} value heads of {V} and key heads of {K} for q and for k"
-        raise ContractError("packed_decode", "mixed_qkv", f"{columns} columns", want)
-    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=-1)
-    return q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V)
 
 
 def output(result: Any) -> Tensor:
@@ -86,7 +72,7 @@ def verified(
             "target_verify", "retrieve_parent_token", "an array", "None: drafted tokens form a chain"
         )
     N = arguments["cu_seqlens"].shape[0] - 1
-    arguments |= {"initial_state": ssm_states, "state_indices": _first(cache_indices, N)}
+    arguments |= {"initial_state": ssm_states, "state_indices": of_each_sequence(cache_indices, N)}
     if buffer is None or buffer_indices is None:
         return Call(op, {**arguments, "read_only_state": True}, output)
     if not buffer.is_contiguous():
@@ -94,7 +80,7 @@ def verified(
     most = buffer.shape[1]  # with adaptive speculation a step may have fewer drafts than the buffer holds
     if steps > most:
         raise ContractError("target_verify", "cache_steps", str(steps), f"at most the buffer's {most}")
-    indices = _first(buffer_indices, N)
+    indices = of_each_sequence(buffer_indices, N)
     arguments |= {
         "write_pool": buffer.flatten(0, 1),
         # A row below zero stays below zero at every step: kdacore writes nothing there.
@@ -104,10 +90,6 @@ def verified(
         "inplace_state": True,
     }
     return Call(op, arguments, output)
-
-
-def _first(x: Tensor, rows: int) -> Tensor:
-    return x if x.shape[0] == rows else x[:rows]
 
 
 def _counting(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
-from kdacore.integrations.vllm_pools import NULL_BLOCK, of_each_sequence, packed_heads, required
+from kdacore.integrations.packed_arguments import of_each_sequence, packed_heads
+from kdacore.integrations.vllm_pools import NULL_BLOCK, required
 
 
 def _options(lower_bound: float | None) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def fused_recurrent_kda_packed_decode(
 
     ``raw_g`` ``[1, B, H, K]``, ``raw_beta`` ``[1, B, H]``. Returns ``(o, pool)``, ``o`` ``[1, B, H, V]``.
     """
-    q, k, v = packed_heads(mixed_qkv, initial_state)
+    q, k, v = packed_heads(mixed_qkv, *initial_state.shape[1:])
     arguments = {
         **_options(lower_bound),
         "q": q,

@@ -12,7 +12,8 @@ from torch import Tensor
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.handover import Unread
-from kdacore.integrations.vllm_pools import NULL_BLOCK, in_pool, packed_heads, required
+from kdacore.integrations.packed_arguments import packed_heads
+from kdacore.integrations.vllm_pools import NULL_BLOCK, in_pool, required
 
 _SOFTPLUS = {"beta": 1.0, "threshold": 20.0}
 """The softplus of kdacore's gate, in the arguments that vLLM has for it."""
@@ -148,7 +149,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 
     ``a`` and ``b`` are ``[B, HV]``, the raw gate and the logits. Returns ``(out, pool)``, ``out`` ``[B, 1, HV, V]``.
     """
-    q, k, v = packed_heads(mixed_qkv, initial_state)
+    q, k, v = packed_heads(mixed_qkv, *initial_state.shape[1:])
     arguments = {
         "q": q,
         "k": k,

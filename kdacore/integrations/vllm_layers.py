@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from kdacore.integrations.handover import Handover, compute_or_leave
-from kdacore.integrations.vllm_pools import of_each_sequence
+from kdacore.integrations.packed_arguments import of_each_sequence
 
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 """Layers of Kimi K3 by the identity of their weights for decoding."""

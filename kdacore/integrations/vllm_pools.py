@@ -1,4 +1,4 @@
-"""Rows of vLLM's pools of states, and the columns of its packed projections.
+"""Rows of vLLM's pools of states.
 
 vLLM keeps states as ``[rows, HV, V, K]`` in a pool whose row 0 belongs to padding: an index of 0 or less names no slot.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kdacore.errors import ContractError
+from kdacore.integrations.packed_arguments import of_each_sequence
 
 NULL_BLOCK = 0
 """The row of the pool that vLLM gives to padding."""
@@ -40,26 +41,6 @@ def in_pool(
         "output_final_state": True,
         "state_v_first": True,
     }
-
-
-def of_each_sequence(x: Tensor, N: int) -> Tensor:
-    """The first N entries of an index array, which may have more."""
-    return x if x.shape[0] == N else x[:N]
-
-
-def packed_heads(mixed_qkv: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the columns of ``mixed_qkv`` ``[B, 2*H*K + HV*V]``: q and k ``[B, 1, H, K]``, v ``[B, 1, HV, V]``.
-
-    Raises:
-        ContractError: the columns do not divide into the heads of ``pool`` ``[rows, HV, V, K]``.
-    """
-    _, HV, V, K = pool.shape
-    B, D = mixed_qkv.shape
-    H, rest = divmod(D - HV * V, 2 * K)
-    if rest or H <= 0:
-        raise ContractError("packed decode", "mixed_qkv", f"{D} columns", f"2*H*{K} + {HV * V} columns")
-    q, k, v = mixed_qkv.split((H * K, H * K, HV * V), dim=1)
-    return q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V)
 
 
 def required(op: str, name: str, x: Tensor | None) -> Tensor:

@@ -113,7 +113,7 @@ class Handover:
         return False, reason
 
     def _by_lengths(self, asked: object, arrays: Any, options: Any, args: Any, kwargs: Any) -> Verdict:
-        """The verdict on calls that differ from this one in nothing, where it is known; else a new one."""
+        """The verdict that is remembered for these shapes, else a new one."""
         for of, shapes, known in self._families:
             if of == asked and (found := shapes(arrays, options)) is not None:
                 verdict = known.get(found)

@@ -116,9 +116,12 @@ def kinds_of(backend: str) -> tuple[ArrayKind, ...]:
 
 
 def default_device(backend: str) -> str:
-    """The device type the suite runs on unless told: the CPU where the backend runs there."""
+    """The device type the suite runs on unless told: the first that the backend names and this machine has; the CPU
+    for a backend that runs anywhere."""
     types = REGISTRY.get(backend).backend.device_types
-    return "cpu" if "*" in types or "cpu" in types else types[0]
+    if "*" in types:
+        return "cpu"
+    return next((d for d in types if any(has_device(kind, d) for kind in kinds_of(backend))), types[0])
 
 
 def has_device(kind: ArrayKind, device: str) -> bool:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from kdacore.calls.values import GATES, Shape, to_kind
 from kdacore.errors import ContractError
 from kdacore.ops import OPS, STAGES
 from kdacore.oracle.host_values import rounded
+from kdacore.registry import REGISTRY
 from kdacore.selfcheck.bounds import bound, rounds_to_tf32
-from kdacore.testing import random_cases, random_parts, random_stages
+from kdacore.testing import capabilities, random_cases, random_parts, random_stages
 from kdacore.testing import verify as verification
 from kdacore.testing.cases import Case
 from kdacore.testing.checks import CHECKS
@@ -228,6 +230,24 @@ def test_a_device_that_is_not_here_is_a_note() -> None:
     found = plan("reference", device="tpu")
     assert not found.cases
     assert any("torch" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("types", "here", "chosen"),
+    [
+        (("cuda", "rocm", "cpu"), {"cuda", "cpu"}, "cuda"),
+        (("cuda", "rocm", "cpu"), {"cpu"}, "cpu"),
+        (("cuda",), {"cpu"}, "cuda"),
+        (("*",), {"cuda", "cpu"}, "cpu"),
+    ],
+)
+def test_the_suite_runs_where_the_backend_first_says_and_this_machine_can(
+    types: tuple[str, ...], here: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = dataclasses.replace(REGISTRY.get("triton").backend, device_types=types)
+    monkeypatch.setattr(capabilities.REGISTRY, "get", lambda name: SimpleNamespace(backend=declared))
+    monkeypatch.setattr(capabilities, "has_device", lambda kind, device: device in here)
+    assert capabilities.default_device("triton") == chosen
 
 
 def test_an_unknown_backend_is_an_error() -> None:

@@ -49,17 +49,21 @@ __device__ __forceinline__ void subtract_from(Products& x, const TokenOperand& v
     }
   }
 }
-// From products of the state with the keys: y, and requests u = y + y t^T, whose sums begin with y. `t`: right operand.
-__device__ __forceinline__ void begin_inverse(Products& u, TokenOperand& y, const TokenOperand& v,
-                                              const ColumnFactors& of_state, u64 t) {
-  subtract_from(u, v, of_state);
-  pack_rows(y, u);
+// Requests u = y + y t^T. The sums begin with y, of which `y` has the operand. `t`: right operand.
+__device__ __forceinline__ void request_inverse(Products& u, TokenOperand& y, u64 t) {
   fence_registers(y.a);
   fence_registers(u);
   warpgroup_fence();
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
   warpgroup_commit();
+}
+// The same from products of the state with the keys, and y.
+__device__ __forceinline__ void begin_inverse(Products& u, TokenOperand& y, const TokenOperand& v,
+                                              const ColumnFactors& of_state, u64 t) {
+  subtract_from(u, v, of_state);
+  pack_rows(y, u);
+  request_inverse(u, y, t);
 }
 __device__ __forceinline__ void pack_scaled(TokenOperand& to, const Products& x, const ColumnFactors& f) {
 #pragma unroll
@@ -88,9 +92,9 @@ __device__ __forceinline__ void scale_state(State& state, float by) {
   fence_registers(state.s);
 }
 
-// A wait for what has come already. It ends a basic block: the assembler would move loads of shared memory, and what
-// needs them, between products that are requested one after another.
+// Ends a basic block: the assembler would move loads of shared memory, and what needs them, between products that are
+// requested one after another. No instruction of the memory pipe is here, as it would wait for those products.
 template <class Ring>
 __device__ __forceinline__ void end_basic_block(const Ring& ring) {
-  ring.wait_full();
+  if (ring.shared == ~0u) sleep_briefly();  // never
 }

@@ -3,8 +3,8 @@
 // Two teams of four warps, a warpgroup each, make the records of every other value head. A team computes the
 // products of the chunk's tokens, k k^T and q k^T, anew for each of these, from tiles that stay in shared memory: they
 // come to the registers that need them, and teams meet only where tiles come. A warp has 16 rows of the triangular
-// system, whose diagonal block it inverts, the same rows of a, and a block column of the inverse. A team's first warp
-// also makes decays, betas and the factors of tokens. Records leave as bulk copies.
+// system, whose diagonal block it inverts, the same rows of a, and a block column of the inverse. A team's last warp,
+// which has no block column, makes decays, betas and the factors of tokens. Records leave as bulk copies.
 //
 // Template parameter `Threads`, of the 256 threads that a kernel gives to a unit:
 //
@@ -24,7 +24,8 @@
 
 constexpr int UNIT_THREADS = 256;
 
-constexpr int TEAMS = 2, TEAM_WARPS = 4;
+constexpr int TEAMS = 2, TEAM_WARPS = 4,
+              FACTOR_WARP = TEAM_WARPS - 1;  // of a team: makes factors and copies records out
 
 struct TeamMemory {
   ChunkRecord record;
@@ -44,8 +45,8 @@ struct TeamWarp {
   __device__ __forceinline__ u32 head() const { return memory + OFFSET(TeamMemory, record.head); }
   __device__ __forceinline__ u32 key() const { return memory + OFFSET(TeamMemory, record.key); }
   __device__ __forceinline__ u32 system() const { return memory + OFFSET(TeamMemory, system); }
-  __device__ __forceinline__ bool makes_factors() const { return row_block == 0; }
-  __device__ __forceinline__ bool copies_out() const { return row_block == 0 && lane == 0; }
+  __device__ __forceinline__ bool makes_factors() const { return row_block == FACTOR_WARP; }
+  __device__ __forceinline__ bool copies_out() const { return makes_factors() && lane == 0; }
 };
 __device__ __forceinline__ TeamWarp team_warp(u32 shared, int thread) {
   const int warp = uniform(thread >> 5), team = warp / TEAM_WARPS;
@@ -334,13 +335,13 @@ __device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& 
   make_weights(weights, w);
   make_system(keys, diagonal, weights, w);
   ask_products(queries, q, shared);
-  if (w.makes_factors()) make_factors(gates, w);
   sync_warp();
   threads.end_record_before();
   invert_diagonal(w.system(), t, w.row_block, w.lane);
   await_products(queries);
   threads.sync_team(w.team);
   make_a(queries, weights, w);
+  if (w.makes_factors()) make_factors(gates, w);
   merge_column(w.system(), t, w.row_block, w.lane);
   fence_async_proxy();
   threads.sync_team(w.team);

@@ -46,9 +46,8 @@ def products(kernel: KernelSource) -> set[str]:
     # Hopper's own. The triangles of a chunk, 16 or 32 rows high, are a warp's work; scans of prepared chunks have none.
     alone = {
         WARP: (
-            *("prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu", "chunk_records.cu"),
+            *("prepare_units.cu", "chain.cu", "segment_chain.cu", "recompute_hopper.cu"),
             *("transition.cu", "slice_starts.cu", "slice_gradient.cu", "slice_chain.cu"),
-            "chunk_records_beside.cu",
         ),
         WARPGROUP: (
             *("scan.cu", "scan_outputs.cu", "maps.cu", "segment_maps.cu", "output.cu", "walk.cu"),

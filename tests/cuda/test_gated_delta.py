@@ -30,8 +30,9 @@ from pool_checks import pool_of, same_bits
 from kdacore_cuda.build.compiler import compile_kernel
 from kdacore_cuda.build.kernel_source import EVERY_LANE, gather_headers
 from kdacore_cuda.forms.gated_delta import launches
-from kdacore_cuda.forms.gated_delta.kernels import walk_kernel
+from kdacore_cuda.forms.gated_delta.kernels import records_kernel, walk_kernel
 from kdacore_cuda.kernel_parameters import GATED_DELTA
+from kdacore_cuda.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -236,10 +237,12 @@ def test_every_conformance_case(emulated: list[str]) -> None:
         run_emulated(cases, emulated, "walk_records")
 
 
-@pytest.mark.parametrize("warpgroups", [1, 2])
-def test_products_overlap(warpgroups: int) -> None:
+@pytest.mark.parametrize(
+    "kernel", [records_kernel(), walk_kernel(1), walk_kernel(2)], ids=lambda k: k.source.name
+)
+def test_products_overlap(kernel: Kernel) -> None:
     """The compiler says when it makes each product wait for the one before, or ignores the trade of registers."""
-    log = compile_kernel(walk_kernel(warpgroups).source, "sm_90a").log
+    log = compile_kernel(kernel.source, "sm_90a").log
     assert "serialized" not in log
     assert "setmaxnreg ignored" not in log
 

@@ -317,7 +317,7 @@ def test_every_block_finds_a_multiprocessor() -> None:
     blocks = kernels.records_blocks_beside
     for items in range(1, 37):
         assert blocks(10**6, 2 * items, 132) + 2 * items == 132
-    assert blocks(5, 34, 132) == 2
+    assert blocks(5, 34, 132) == 3
     assert blocks(10**6, 8, 5) == 1
 
 

@@ -43,7 +43,7 @@ def records_kernel(of: Variant = WIDE) -> Kernel:
     return _kernel("chunk_records", GATED_DELTA, of)
 
 
-RECORD_PLACES = 3
+RECORD_PLACES = 2
 """Units, chunks of a key head, that a block of :func:`records_beside_kernel` makes at once."""
 
 

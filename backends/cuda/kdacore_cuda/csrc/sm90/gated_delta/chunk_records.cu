@@ -5,7 +5,7 @@
 #include "sm90/gated_delta/unit_records.cuh"
 
 KDA_SHARED_BYTES(sizeof(UnitMemory));
-static_assert(3 * (sizeof(UnitMemory) + 1024) <= 228 * 1024, "a multiprocessor has no room for three blocks");
+static_assert(2 * (sizeof(UnitMemory) + 1024) <= 228 * 1024, "a multiprocessor has no room for two blocks");
 
 struct BlockThreads {
   int thread;
@@ -17,7 +17,7 @@ struct BlockThreads {
   __device__ __forceinline__ void end_record_before() const {}
 };
 
-KDA_KERNEL(UNIT_THREADS, 3) chunk_records(KDA_PARAM GatedDeltaParams p) {
+KDA_KERNEL(UNIT_THREADS, 2) chunk_records(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   wait_for_inputs();

@@ -5,14 +5,14 @@
 // No block of this launch waits for another block, and the second launch begins when each of them is resident or has
 // ended: what that one waits for comes.
 //
-// Grid: one block for each multiprocessor that the second launch leaves free, or fewer. Eight warps for each of three
+// Grid: one block for each multiprocessor that the second launch leaves free, or fewer. Eight warps for each of two
 // places make one unit after another, in the order of unit_order.cuh; the places do not wait for each other.
 // Synchronisation: barriers of a place's threads. A record's flags are raised once it has arrived in device memory: the
 // warp that stored it waits for that while the next unit's tiles come, or the next record is begun.
 #include "sm90/gated_delta/place_threads.cuh"
 #include "sm90/gated_delta/unit_order.cuh"
 
-constexpr int PLACES = 3, THREADS = PLACES * UNIT_THREADS;
+constexpr int PLACES = 2, THREADS = PLACES * UNIT_THREADS;
 // On 1024 bytes, as images are.
 constexpr u32 PLACE_PITCH = (sizeof(UnitMemory) + 1023) / 1024 * 1024;
 constexpr u32 ORDER_AT = PLACES * PLACE_PITCH;
@@ -42,7 +42,7 @@ KDA_KERNEL(THREADS, 1) chunk_records_beside(KDA_PARAM GatedDeltaBesideParams p) 
     const TokenInputs inputs = fetch_unit(p, u, shared, threads.thread);
     threads.end_record_before();
     make_records(p, inputs, shared, threads);
-    threads.sync();  // tiles come where pairs and factors were
+    threads.sync();  // tiles, gates and records have been read
   }
   threads.end_record_before();
 }

@@ -21,7 +21,7 @@ struct PlaceThreads {
   }
   __device__ __forceinline__ void leaves(long long record) { stored = record; }
   __device__ __forceinline__ void end_record_before() {
-    if (uniform(thread >> 5) % TEAM_WARPS == 0 && stored >= 0) {
+    if (uniform(thread >> 5) % TEAM_WARPS == FACTOR_WARP && stored >= 0) {
       if ((thread & 31) == 0) copy_out_wait();
       raise_flags(p.ready + (u64)stored * UNIT_FLAGS_BYTES, p.launch, V / 64);
     }

@@ -1,20 +1,22 @@
 // The records of a chunk and key head (record.cuh), by 256 threads. v is not read.
 //
-// The products of the chunk's tokens, k k^T by four warps and q k^T by the others, serve all value heads of the key
-// head. A warp each makes the factors of up to four value heads; then each half of the warps takes every other of these
-// heads: a warp has 16 rows of the triangular system, whose diagonal block it inverts, the same rows of a, and a block
-// column of the inverse. Records leave as bulk copies.
+// Two teams of four warps, a warpgroup each, make the records of every other value head. A team computes the
+// products of the chunk's tokens, k k^T and q k^T, anew for each of these, from tiles that stay in shared memory: they
+// come to the registers that need them, and teams meet only where tiles come. A warp has 16 rows of the triangular
+// system, whose diagonal block it inverts, the same rows of a, and a block column of the inverse. A team's last warp,
+// which has no block column, makes decays, betas and the factors of tokens. Records leave as bulk copies.
 //
 // Template parameter `Threads`, of the 256 threads that a kernel gives to a unit:
 //
 //   thread                  this thread's number among them
 //   unit()                  the unit
 //   sync(), sync_team(i)    barriers of all of them, and of those of half i
-//   leaves(record)          its copies to device memory have been requested; by all threads of a half
-//   end_record_before()     a good place to wait for the copies of the record that left last; by all lanes of warps
+//   leaves(record)          its copy to device memory has been requested; by all threads of a half
+//   end_record_before()     a good place to wait for the copy of the record that left last; by all lanes of warps
 #pragma once
 
 #include "common/l2norm.cuh"
+#include "sm90/chunk_backward/state.cuh"
 #include "sm90/gated_delta/gates.cuh"
 #include "sm90/gated_delta/inverse.cuh"
 #include "sm90/gated_delta/key_unit.cuh"
@@ -22,41 +24,34 @@
 
 constexpr int UNIT_THREADS = 256;
 
-constexpr int HEADS = 4, TEAMS = 2, TEAM_WARPS = 4;  // value heads whose factors are made at a time
+constexpr int TEAMS = 2, TEAM_WARPS = 4,
+              FACTOR_WARP = TEAM_WARPS - 1;  // of a team: makes factors and copies records out
 
-// Products of 16 rows with 16, where the accumulators' lanes put them: elements 8n + 2t, + 1 of rows g and g + 8.
-struct PairBlock {
-  float4 x[2][32];
-};
-struct HeadFactors {
-  float own[C];  // beta / |k|
-  RecordFactors record;
-  float unused[12];
-  HeadScalars scalars;
-};
-static_assert(OFFSET(HeadFactors, scalars) - OFFSET(HeadFactors, record) ==
-                  OFFSET(ChunkRecord, head) - OFFSET(ChunkRecord, factors),
-              "one copy to the record");
 struct TeamMemory {
-  RecordImages record;  // before the image t comes, the system's high parts are in its place
-  LowerBlocks low;
+  ChunkRecord record;
+  TriangularSystem system;
 };
+static_assert(sizeof(TeamMemory) % 1024 == 0, "images lie on 1024 bytes");
 struct UnitMemory {
-  union {
-    struct {
-      TileImage k, q;
-    };
-    struct {
-      PairBlock pairs[2][10];  // k k^T and q k^T on and below the diagonal, by rows of blocks
-      HeadFactors heads[HEADS];
-    };
-  };
+  TileImage k, q;
   TeamMemory teams[TEAMS];
-  KeyScalars key;
 };
-
-__device__ __forceinline__ u32 pair_block(u32 pairs, int row_block, int j) {
-  return pairs + (row_block * (row_block + 1) / 2 + j) * (u32)sizeof(PairBlock);
+// A warp's place in a unit: its team's memory, its rows.
+struct TeamWarp {
+  u32 memory;
+  int team, row_block, lane;
+  __device__ __forceinline__ u32 images() const { return memory + OFFSET(TeamMemory, record.images); }
+  __device__ __forceinline__ u32 factors() const { return memory + OFFSET(TeamMemory, record.factors); }
+  __device__ __forceinline__ u32 head() const { return memory + OFFSET(TeamMemory, record.head); }
+  __device__ __forceinline__ u32 key() const { return memory + OFFSET(TeamMemory, record.key); }
+  __device__ __forceinline__ u32 system() const { return memory + OFFSET(TeamMemory, system); }
+  __device__ __forceinline__ bool makes_factors() const { return row_block == FACTOR_WARP; }
+  __device__ __forceinline__ bool copies_out() const { return makes_factors() && lane == 0; }
+};
+__device__ __forceinline__ TeamWarp team_warp(u32 shared, int thread) {
+  const int warp = uniform(thread >> 5), team = warp / TEAM_WARPS;
+  return {shared + OFFSET(UnitMemory, teams) + team * (u32)sizeof(TeamMemory), team, warp % TEAM_WARPS,
+          thread & 31};
 }
 
 // A unit's keys and queries in device memory.
@@ -82,45 +77,68 @@ __device__ __forceinline__ void fetch_tile(u32 to, u64 base, long long row_bytes
   }
 }
 
-// Products of 16 rows of `left` with the keys of blocks 0 .. row_block, and the sums of squares of two of those rows, in
-// the lane that has them (has_squares): products of the rows with themselves.
-__device__ __forceinline__ void multiply_pairs(BlockRow& out, float (&square)[2], u32 left, u32 keys,
-                                               int row_block, int lane) {
-  out = {};
-  float own[2][4] = {};
-#pragma unroll
-  for (int i = 0; i < K / 16; ++i) {
-    const u32 wide = (i >> 2) * SQUARE_BYTES;
-    u32 a[4];
-    load_matrix4(a, tiles_by_column(left + wide, row_block, i & 3, lane));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j > row_block) break;
-      u32 b[4];
-      load_matrix4(b, tiles_by_row(keys + wide, j, i & 3, lane));
-      mma_half(out.block[j][0], a, b[0], b[1]);
-      mma_half(out.block[j][1], a, b[2], b[3]);
-    }
-    if (left == keys) continue;
-    u32 b[4];
-    load_matrix4(b, tiles_by_row(left + wide, row_block, i & 3, lane));
-    mma_half(own[0], a, b[0], b[1]);
-    mma_half(own[1], a, b[2], b[3]);
-  }
-  if (left == keys) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j != row_block) continue;
-      own[0][0] = out.block[j][0][0], own[0][1] = out.block[j][0][1];
-      own[1][2] = out.block[j][1][2], own[1][3] = out.block[j][1][3];
-    }
-  }
-  const bool odd = lane >> 2 & 1;
-  square[0] = odd ? own[0][1] : own[0][0];
-  square[1] = odd ? own[1][3] : own[1][2];
-}
-// Whether a lane has products of rows lane / 4 and that + 8 with themselves.
+// Sums of squares of a warp's rows lane / 4 and that + 8, in the lanes that have them: products of the rows with
+// themselves.
 __device__ __forceinline__ bool has_squares(int lane) { return (lane & 3) == lane >> 3; }
+__device__ __forceinline__ void take_squares(float (&square)[2], const float (&x)[2][4], int lane) {
+  const bool odd = lane >> 2 & 1;
+  square[0] = odd ? x[0][1] : x[0][0];
+  square[1] = odd ? x[1][3] : x[1][2];
+}
+// `tile`: of 64 rows. A left operand's registers are those of a right one of the same rows.
+__device__ __forceinline__ void square_rows(float (&square)[2], u32 tile, const TeamWarp& w) {
+  float x[2][4] = {};
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk) {
+    u32 rows[4];
+    load_matrix4(rows, tiles_by_column(tile + (kk >> 2) * SQUARE_BYTES, w.row_block, kk & 3, w.lane));
+    mma_half(x[0], rows, rows[0], rows[2]);
+    mma_half(x[1], rows, rows[1], rows[3]);
+  }
+  take_squares(square, x, w.lane);
+}
+__device__ __forceinline__ void store_norms(const GatedDeltaParams& p, u32 to, const float (&square)[2],
+                                            float scale, const TeamWarp& w) {
+  if (!has_squares(w.lane)) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
+    store_shared(to + 4 * (16 * w.row_block + (w.lane >> 2) + 8 * i), __float_as_uint(scale * norm));
+  }
+}
+
+// Products of a warp's rows with the chunk's keys: columns 8j + 2t, + 1 of rows g and g + 8. Those above the diagonal
+// are not used.
+using RowProducts = float[C / 8][4];
+
+// The blocks on the diagonal.
+__device__ __forceinline__ void take_diagonal(float (&to)[2][4], const RowProducts& x, int row_block) {
+#pragma unroll
+  for (int j = 0; j < C / 16; ++j) {
+    if (j != row_block) continue;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[n][e] = x[2 * j + n][e];
+    }
+  }
+}
+
+// Asks for the products of a tile's rows.
+__device__ __forceinline__ void ask_products(RowProducts& x, u32 tile, u32 shared) {
+  const u64 rows = operand_descriptor(tile, 16, 1024),
+            keys = operand_descriptor(shared + OFFSET(UnitMemory, k), 16, 1024);
+  fence_registers(x);
+  warpgroup_fence();
+#pragma unroll
+  for (int kk = 0; kk < K_TILES; ++kk)
+    warpgroup_mma_shared<0>(x, along_channels(rows, kk), along_channels(keys, kk), kk > 0);
+  warpgroup_commit();
+}
+__device__ __forceinline__ void await_products(RowProducts& x) {
+  warpgroup_wait<0>();
+  fence_registers(x);
+}
 
 // What a value head's tokens say of decays and beta: two tokens a lane. Loaded ahead, as it takes long.
 struct TokenInputs {
@@ -163,138 +181,187 @@ __device__ __forceinline__ TokenGates sum_gates(const GatedDeltaParams& p, const
   return y;
 }
 
-// One warp. `head`: its HeadFactors.
-__device__ __forceinline__ void make_factors(const TokenGates& gates, u32 shared, u32 head, int lane) {
+__device__ __forceinline__ void store_gates(const TokenGates& gates, const TeamWarp& w) {
+  const u32 row = w.head() + 8 * w.lane;
+  store_shared(row + OFFSET(HeadScalars, sum), gates.sum[0], gates.sum[1]);
+  store_shared(row + OFFSET(HeadScalars, beta), gates.beta[0], gates.beta[1]);
+}
+// One warp.
+__device__ __forceinline__ void make_factors(const TokenGates& gates, const TeamWarp& w) {
   const float(&sum)[2] = gates.sum, (&beta)[2] = gates.beta;
   const float last = shuffle(sum[1], 31);
-  const float2 k_norm = load_shared2(shared + OFFSET(UnitMemory, key.k_norm) + 8 * lane),
-               q_factor = load_shared2(shared + OFFSET(UnitMemory, key.q_factor) + 8 * lane);
-  const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])},
-              own[2] = {beta[0] * k_norm.x, beta[1] * k_norm.y};
-  const u32 record = head + OFFSET(HeadFactors, record), factors = record + factor_offset(lane),
-            row = head + 8 * lane;
+  const u32 row = w.key() + 8 * w.lane;
+  const float2 k_norm = load_shared2(row + OFFSET(KeyScalars, k_norm)),
+               q_factor = load_shared2(row + OFFSET(KeyScalars, q_factor));
+  const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])};
+  const u32 factors = w.factors() + factor_offset(w.lane);
   store_shared(factors + OFFSET(RecordFactors, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
   store_shared(factors + OFFSET(RecordFactors, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
-  store_shared(factors + OFFSET(RecordFactors, to_end), own[0] * exp2_fast(last - sum[0]),
-               own[1] * exp2_fast(last - sum[1]));
-  if (lane < 4)
-    store_shared(record + OFFSET(RecordFactors, last) + 4 * lane, __float_as_uint(exp2_fast(last)));
-  store_shared(row + OFFSET(HeadFactors, own), own[0], own[1]);
-  store_shared(row + OFFSET(HeadFactors, scalars.sum), sum[0], sum[1]);
-  store_shared(row + OFFSET(HeadFactors, scalars.beta), beta[0], beta[1]);
+  store_shared(factors + OFFSET(RecordFactors, to_end), beta[0] * k_norm.x * exp2_fast(last - sum[0]),
+               beta[1] * k_norm.y * exp2_fast(last - sum[1]));
+  if (w.lane < 4)
+    store_shared(w.factors() + OFFSET(RecordFactors, last) + 4 * w.lane, __float_as_uint(exp2_fast(last)));
 }
 
-__device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, int row_block, int lane) {
-  x[0] = load_shared1(from + 4 * (16 * row_block + (lane >> 2)));
-  x[1] = load_shared1(from + 4 * (16 * row_block + (lane >> 2) + 8));
+__device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, const TeamWarp& w) {
+  x[0] = load_shared1(from + 4 * (16 * w.row_block + (w.lane >> 2)));
+  x[1] = load_shared1(from + 4 * (16 * w.row_block + (w.lane >> 2) + 8));
 }
 
-// The rows of a warp in the triangular system, and in the image `a`: 2^(sum_i - sum_j) own_j times the pair's product and
-// a factor of the row, zero above the diagonal and, in the system, on it.
+// What products of a warp's rows are multiplied by, besides the rows' norms: 2^(sum_i - sum_j) r_j beta_j.
 //
 // Left of the diagonal block the decay is a row's factor times a column's, both from the row block's first token on:
 // neither is larger than 1, and no row reads what is later.
-__device__ __forceinline__ void make_rows(u32 shared, u32 head, const TriangularSystem& system, u32 a,
-                                          int row_block, int lane) {
-  const u32 own = head + OFFSET(HeadFactors, own), sums = head + OFFSET(HeadFactors, scalars.sum),
-            pairs = shared + OFFSET(UnitMemory, pairs);
-  const int g = lane >> 2, t = lane & 3;
-  float sum[2], of_key[2], of_query[2];
-  load_row_pair(sum, sums, row_block, lane);
-  load_row_pair(of_key, shared + OFFSET(UnitMemory, key.k_norm), row_block, lane);
-  load_row_pair(of_query, shared + OFFSET(UnitMemory, key.q_factor), row_block, lane);
-  // Of two columns of block j, and their products with the rows.
+struct RowWeights {
+  float diagonal[2][4], column[C / 16 - 1][2][2], row[2];
+};
+__device__ __forceinline__ void make_weights(RowWeights& to, const TeamWarp& w) {
+  const u32 sums = w.head() + OFFSET(HeadScalars, sum);
+  const float first = load_shared1(sums + 64 * w.row_block);
+  float sum[2];
+  load_row_pair(sum, sums, w);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) to.row[i] = exp2_fast(sum[i] - first);
+  // Of two columns.
   struct Columns {
-    float sum[2], own[2], keys[4], queries[4];
+    float sum[2], own[2];
   };
   const auto load = [&](int j, int n) {
-    const u32 at = 4 * (16 * j + 8 * n + 2 * t),
-              pair = pair_block(pairs, row_block, j) + 512 * n + 16 * lane;
-    const float4 keys = load_shared4(pair), queries = load_shared4(pair + 10 * (u32)sizeof(PairBlock));
-    const float2 y = load_shared2(sums + at), x = load_shared2(own + at);
-    return Columns{{y.x, y.y}, {x.x, x.y}, {keys.x, keys.y, keys.z, keys.w},
-                   {queries.x, queries.y, queries.z, queries.w}};
+    const u32 at = 4 * (16 * j + 8 * n + 2 * (w.lane & 3));
+    const float2 y = load_shared2(sums + at), beta = load_shared2(w.head() + OFFSET(HeadScalars, beta) + at),
+                 norm = load_shared2(w.key() + OFFSET(KeyScalars, k_norm) + at);
+    return Columns{{y.x, y.y}, {beta.x * norm.x, beta.y * norm.y}};
   };
-  const auto store_a = [&](int j, const float (&x)[2][4]) {
-    u32 rounded[4];
-    pack_tiles(x[0], x[1], rounded);
-    store_matrix4(tiles_by_column(a, row_block, j, lane), rounded);
-  };
-  float of_system[2][4], of_a[2][4];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const Columns x = load(row_block, n);
+    const Columns x = load(w.row_block, n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float decay = x.own[e & 1] * exp2_fast(sum[e >> 1] - x.sum[e & 1]);
-      const int above = 8 * n + 2 * t + (e & 1) - (g + 8 * (e >> 1));
-      of_system[n][e] = above < 0 ? x.keys[e] * of_key[e >> 1] * decay : 0.0f;
-      of_a[n][e] = above <= 0 ? x.queries[e] * of_query[e >> 1] * decay : 0.0f;
-    }
+    for (int e = 0; e < 4; ++e) to.diagonal[n][e] = x.own[e & 1] * exp2_fast(sum[e >> 1] - x.sum[e & 1]);
   }
-  store_diagonal(system, row_block, of_system, lane);
-  store_a(row_block, of_a);
-  const float first = load_shared1(sums + 64 * row_block);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float decay = exp2_fast(sum[i] - first);
-    of_key[i] *= decay, of_query[i] *= decay;
-  }
-#pragma unroll 1
-  for (int j = 0; j < row_block; ++j) {
+  for (int j = 0; j < C / 16 - 1; ++j) {
+    if (j >= w.row_block) break;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const Columns x = load(j, n);
-      const float column[2] = {x.own[0] * exp2_fast(first - x.sum[0]), x.own[1] * exp2_fast(first - x.sum[1])};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        of_system[n][e] = x.keys[e] * of_key[e >> 1] * column[e & 1];
-        of_a[n][e] = x.queries[e] * of_query[e >> 1] * column[e & 1];
-      }
+      for (int i = 0; i < 2; ++i) to.column[j][n][i] = x.own[i] * exp2_fast(first - x.sum[i]);
     }
-    store_below(system, row_block, j, of_system, lane);
-    store_a(j, of_a);
+  }
+}
+// A block of products times weights and factors of the rows: on the diagonal, zero from `from` columns right of it
+// on; left of it, with the rows' decays in the factors.
+__device__ __forceinline__ void weigh_diagonal(float (&x)[2][4], const RowWeights& weights,
+                                               const float (&row)[2], int from, int lane) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int right = 8 * n + 2 * (lane & 3) + (e & 1) - ((lane >> 2) + 8 * (e >> 1));
+      x[n][e] = right < from ? x[n][e] * row[e >> 1] * weights.diagonal[n][e] : 0.0f;
+    }
+  }
+}
+__device__ __forceinline__ void weigh_left(float (&to)[2][4], const RowProducts& x, int j,
+                                           const RowWeights& weights, const float (&row)[2]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[n][e] = x[2 * j + n][e] * row[e >> 1] * weights.column[j][n][e & 1];
   }
 }
 
-// One value head, by a team of four warps. `record`: its number, slot * HV + value head.
+// A warp's rows of the system. `diagonal`: their products there.
+__device__ __forceinline__ void make_system(const RowProducts& keys, float (&diagonal)[2][4],
+                                            const RowWeights& weights, const TeamWarp& w) {
+  float row[2];
+  load_row_pair(row, w.key() + OFFSET(KeyScalars, k_norm), w);
+  weigh_diagonal(diagonal, weights, row, 0, w.lane);
+  store_diagonal(w.system(), w.row_block, diagonal, w.lane);
+  row[0] *= weights.row[0], row[1] *= weights.row[1];
+#pragma unroll
+  for (int j = 0; j < C / 16 - 1; ++j) {
+    if (j >= w.row_block) break;
+    float x[2][4];
+    weigh_left(x, keys, j, weights, row);
+    store_below(w.system(), w.row_block, j, x, w.lane);
+  }
+}
+// The same rows of the image `a`.
+__device__ __forceinline__ void make_a(const RowProducts& queries, const RowWeights& weights,
+                                       const TeamWarp& w) {
+  const u32 a = w.images() + OFFSET(RecordImages, a);
+  const auto store = [&](int j, const float (&x)[2][4]) {
+    u32 rounded[4];
+    pack_tiles(x[0], x[1], rounded);
+    store_matrix4(tiles_by_column(a, w.row_block, j, w.lane), rounded);
+  };
+  float row[2], x[2][4];
+  load_row_pair(row, w.key() + OFFSET(KeyScalars, q_factor), w);
+  take_diagonal(x, queries, w.row_block);
+  weigh_diagonal(x, weights, row, 1, w.lane);
+  store(w.row_block, x);
+  row[0] *= weights.row[0], row[1] *= weights.row[1];
+#pragma unroll
+  for (int j = 0; j < C / 16 - 1; ++j) {
+    if (j >= w.row_block) break;
+    weigh_left(x, queries, j, weights, row);
+    store(j, x);
+  }
+}
+
+// One value head. `record`: its number, slot * HV + value head; `first`: of the team's in this unit, norms are not
+// there yet; `gates`: of the warp that makes factors, which has stored them.
 template <class Threads>
-__device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& threads, u32 shared, u32 head,
-                                            u32 team, long long record, int team_index, int row_block,
-                                            int lane) {
-  const u32 images = team + OFFSET(TeamMemory, record), t = images + OFFSET(RecordImages, t);
-  const TriangularSystem system = {t, team + OFFSET(TeamMemory, low)};
-  make_rows(shared, head, system, images + OFFSET(RecordImages, a), row_block, lane);
+__device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& threads, u32 shared,
+                                            const TokenGates& gates, long long record, bool first,
+                                            const TeamWarp& w) {
+  const u32 t = w.images() + OFFSET(RecordImages, t), k = shared + OFFSET(UnitMemory, k),
+            q = shared + OFFSET(UnitMemory, q);
+  RowProducts keys, queries;
+  float diagonal[2][4];
+  ask_products(keys, k, shared);
+  float k_square[2], q_square[2];
+  if (first) square_rows(q_square, q, w);
+  await_products(keys);
+  take_diagonal(diagonal, keys, w.row_block);
+  if (first) {
+    take_squares(k_square, diagonal, w.lane);
+    store_norms(p, w.key() + OFFSET(KeyScalars, k_norm), k_square, 1.0f, w);
+    store_norms(p, w.key() + OFFSET(KeyScalars, q_factor), q_square, p.scale, w);
+    threads.sync_team(w.team);
+  }
+  RowWeights weights;
+  make_weights(weights, w);
+  make_system(keys, diagonal, weights, w);
+  ask_products(queries, q, shared);
   sync_warp();
   threads.end_record_before();
-  const DiagonalColumn diagonal = invert_diagonal(system, row_block, lane);
-  threads.sync_team(team_index);
-  const BlockColumn below = merge_column(system, row_block, lane);
-  threads.sync_team(team_index);  // the system has been read
-  store_diagonal_column(diagonal, t, row_block, lane);
-  store_block_column(below, t, row_block, lane);
+  invert_diagonal(w.system(), t, w.row_block, w.lane);
+  await_products(queries);
+  threads.sync_team(w.team);
+  make_a(queries, weights, w);
+  if (w.makes_factors()) make_factors(gates, w);
+  merge_column(w.system(), t, w.row_block, w.lane);
   fence_async_proxy();
-  threads.sync_team(team_index);
-  if (row_block == 0 && lane == 0) {
-    const u64 to = p.records + (u64)record * RECORD_BYTES;
-    copy_out(reinterpret_cast<void*>(to), images, sizeof(RecordImages));
-    copy_out(reinterpret_cast<void*>(to + OFFSET(ChunkRecord, factors)), head + OFFSET(HeadFactors, record),
-             OFFSET(ChunkRecord, key) - OFFSET(ChunkRecord, factors));
-    copy_out(reinterpret_cast<void*>(to + OFFSET(ChunkRecord, key)), shared + OFFSET(UnitMemory, key),
-             sizeof(KeyScalars));
+  threads.sync_team(w.team);
+  if (w.copies_out()) {
+    copy_out(reinterpret_cast<void*>(p.records + (u64)record * RECORD_BYTES), w.images(), RECORD_BYTES);
     copy_out_commit();
-    copy_out_wait_read<0>();
   }
   threads.leaves(record);
-  threads.sync_team(team_index);
 }
 
 // Blocks of t and a above the diagonal are zero, once for all records that the threads make.
 __device__ __forceinline__ void clear_images(u32 shared, int thread) {
-  const u32 team = shared + OFFSET(UnitMemory, teams) + thread / (32 * TEAM_WARPS) * (u32)sizeof(TeamMemory);
+  const TeamWarp w = team_warp(shared, thread);
 #pragma unroll
-  for (int n = 0; n < (int)(sizeof(RecordImages) / 16 / (32 * TEAM_WARPS)); ++n)
-    store_shared(team + 16 * (thread % (32 * TEAM_WARPS) + 32 * TEAM_WARPS * n), 0, 0, 0, 0);
+  for (int j = 1; j < C / 16; ++j) {
+    if (j <= w.row_block) continue;
+    const u32 at = w.images() + swizzled(16 * w.row_block + (w.lane >> 1), 2 * j + (w.lane & 1));
+    store_shared(at + OFFSET(RecordImages, t), 0, 0, 0, 0);
+    store_shared(at + OFFSET(RecordImages, a), 0, 0, 0, 0);
+  }
 }
 
 // The first value head of a unit, and the one behind its last.
@@ -306,84 +373,46 @@ __device__ __forceinline__ HeadRange value_heads(const GatedDeltaParams& p, cons
   return {u.h * group, (u.h + 1) * group};
 }
 
-// Requests a unit's tiles and loads the inputs of its first value heads.
+// Requests a unit's tiles and loads the inputs of a team's first value head.
 __device__ __forceinline__ TokenInputs fetch_unit(const GatedDeltaParams& p, const KeyUnit& u, u32 shared,
                                                   int thread) {
   fetch_tile(shared + OFFSET(UnitMemory, k), key_tile(p, u), 2 * p.k_st, u.rows, thread, channels_of(p));
   fetch_tile(shared + OFFSET(UnitMemory, q), query_tile(p, u), 2 * p.q_st, u.rows, thread, channels_of(p));
   copy_async_commit();
+  const TeamWarp w = team_warp(shared, thread);
   const HeadRange heads = value_heads(p, u);
-  const int lane = thread & 31, warp = uniform(thread >> 5);
   TokenInputs inputs;
-  if (warp < HEADS && heads.first + warp < heads.beyond) inputs = load_inputs(p, u, heads.first + warp, lane);
+  if (w.makes_factors() && heads.first + w.team < heads.beyond)
+    inputs = load_inputs(p, u, heads.first + w.team, w.lane);
   return inputs;
-}
-
-// Products of the tokens, and their norms, once the tiles have come.
-template <class Threads>
-__device__ __forceinline__ void make_pairs(const GatedDeltaParams& p, u32 shared, Threads& threads, int warp,
-                                           int lane) {
-  const bool of_keys = warp < 4;
-  const int row_block = of_keys ? warp : 7 - warp;  // each scheduler has as many blocks
-  const u32 keys = shared + OFFSET(UnitMemory, k), queries = shared + OFFSET(UnitMemory, q);
-  BlockRow products;
-  float square[2];
-  multiply_pairs(products, square, of_keys ? keys : queries, keys, row_block, lane);
-  if (has_squares(lane)) {
-    const u32 to = shared + (of_keys ? OFFSET(UnitMemory, key.k_norm) : OFFSET(UnitMemory, key.q_factor));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float norm = p.flags & FLAG_L2NORM ? inverse_norm(square[i]) : 1.0f;
-      store_shared(to + 4 * (16 * row_block + (lane >> 2) + 8 * i),
-                   __float_as_uint(of_keys ? norm : p.scale * norm));
-    }
-  }
-  fence_async_proxy();  // bulk copies read the factors
-  threads.sync();       // tiles have been read
-  const u32 pairs = shared + OFFSET(UnitMemory, pairs) + (of_keys ? 0 : 10 * (u32)sizeof(PairBlock));
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > row_block) break;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float(&x)[4] = products.block[j][n];
-      store_shared(pair_block(pairs, row_block, j) + 512 * n + 16 * lane, __float_as_uint(x[0]),
-                   __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-    }
-  }
 }
 
 // `inputs`: of fetch_unit.
 template <class Threads>
 __device__ __forceinline__ void make_records(const GatedDeltaParams& p, TokenInputs inputs, u32 shared,
                                              Threads& threads) {
-  const int lane = threads.thread & 31, warp = uniform(threads.thread >> 5);
-  const int team_index = warp / TEAM_WARPS;
-  const u32 team = shared + OFFSET(UnitMemory, teams) + team_index * (u32)sizeof(TeamMemory);
+  const TeamWarp w = team_warp(shared, threads.thread);
   const HeadRange own = value_heads(p, threads.unit());
-  const int begin = own.first, beyond = own.beyond;
-  const u32 heads = shared + OFFSET(UnitMemory, heads);
+  int head = own.first + w.team;
+  TokenGates gates;
 #pragma unroll 1
-  for (int first = begin; first < beyond; first += HEADS) {
-    const bool makes_factors = warp < HEADS && first + warp < beyond;
-    TokenGates gates;
-    if (makes_factors) gates = sum_gates(p, threads.unit(), inputs, lane);
-    if (first == begin) {
+  for (bool first = true; first || head < own.beyond; first = false, head += TEAMS) {
+    if (w.makes_factors() && head < own.beyond) {
+      gates = sum_gates(p, threads.unit(), inputs, w.lane);
+      if (w.copies_out()) copy_out_wait_read<0>();
+      sync_warp();
+      store_gates(gates, w);
+      if (head + TEAMS < own.beyond) inputs = load_inputs(p, threads.unit(), head + TEAMS, w.lane);
+    }
+    if (first) {
       copy_async_wait<0>();
+      fence_async_proxy();  // products read what has come by ordinary copies
       threads.sync();
-      make_pairs(p, shared, threads, warp, lane);
+      if (head >= own.beyond) break;
     } else {
-      threads.sync();  // factors have been read
+      threads.sync_team(w.team);
     }
-    if (makes_factors) {
-      make_factors(gates, shared, heads + warp * (u32)sizeof(HeadFactors), lane);
-      fence_async_proxy();
-      if (first + HEADS + warp < beyond) inputs = load_inputs(p, threads.unit(), first + HEADS + warp, lane);
-    }
-    threads.sync();
-#pragma unroll 1
-    for (int i = team_index; i < HEADS && first + i < beyond; i += TEAMS)
-      make_record(p, threads, shared, heads + i * (u32)sizeof(HeadFactors), team, threads.unit().slot * p.HV + first + i,
-                  team_index, warp % TEAM_WARPS, opaque(lane));  // no addresses kept while pairs are made
+    make_record(p, threads, shared, gates, threads.unit().slot * p.HV + head, first, w);
   }
+  if (w.copies_out()) copy_out_wait_read<0>();
 }

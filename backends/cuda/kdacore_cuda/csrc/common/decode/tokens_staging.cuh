@@ -31,7 +31,7 @@ struct ChannelWindows {
 };
 __device__ __forceinline__ void load_channel(const DecodeRecordsParams& p, Channel& c, int index) {
   c.index = index + thread_index();
-  c.weight = load_elements<TAPS>(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
+  c.weight = load_four(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
   if (p.conv_bias) c.bias = load_elements<1>(p.conv_bias, (Offset)c.index, p.conv_bias_type);
 }
 __device__ __forceinline__ Channels load_channels(const DecodeRecordsParams& p, const Item& it, const Part& part) {

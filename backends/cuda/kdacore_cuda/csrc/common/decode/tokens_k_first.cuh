@@ -4,45 +4,123 @@
 
 #include "common/decode/tokens_memory.cuh"
 
-// Where apply() of state_k_first.cuh has the record of this warp's channels.
-__device__ __forceinline__ LanePosition position_of(int column, u32 memory) {
-  return make_position(column, area_of(memory, warp_index()) + OFFSET(WarpMemory, record) - HALF_BYTES);
-}
 // The lane's columns whose update it has.
 __device__ __forceinline__ const LanePosition& update_position(const LanePosition& at) { return at; }
 // This lane's first column among the block's.
 __device__ __forceinline__ int own_column(const LanePosition& at) { return at.v % COLUMNS; }
 
-// k S' and q S', with S' the decayed state, over this warp's channels.
-__device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 staged, u32 sums) {
-  const u32 channels = staged + 4 * at.first;
-  float ks[VECTOR] = {}, qs[VECTOR] = {};
+// Factors of four channels for a lane's rows, from two arrays with an element for each channel.
+struct RowFactors {
+  float first[4], second[4];
+};
+__device__ __forceinline__ void read_rows(RowFactors& x, u32 first, u32 second, int row) {
+  read_floats(x.first, first + 4 * row_channel(row));
+  read_floats(x.second, second + 4 * row_channel(row));
+}
+// The factors of rows i to i + 3 are loaded while the rows before are computed.
+__device__ __forceinline__ void move_rows(float (&s)[ROWS][VECTOR], int i, const RowFactors& decay_k,
+                                          const float (&u)[OUT]) {
 #pragma unroll
-  for (int i = 0; i < ROWS; i += 4) {
-    float q[4], k[4];
-    read_floats(q, channels + OFFSET(StagedToken, decayed_q) + 4 * row_channel(i));
-    read_floats(k, channels + OFFSET(StagedToken, decayed_k) + 4 * row_channel(i));
+  for (int j = 0; j < 4; ++j) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int c = 0; c < VECTOR; ++c)
+      s[i + j][c] = multiply_add(decay_k.second[j], u[c], decay_k.first[j] * s[i + j][c]);
+  }
+}
+
+// Sums over a lane's channels: k S' and q S', with S' the decayed state.
+struct LaneSums {
+  float k[VECTOR], q[VECTOR];
+};
+__device__ __forceinline__ void add_rows(LaneSums& x, const float (&s)[ROWS][VECTOR], int i, const RowFactors& q_k) {
 #pragma unroll
-      for (int c = 0; c < VECTOR; ++c) {
-        ks[c] = multiply_add(k[j], s[i + j][c], ks[c]);
-        qs[c] = multiply_add(q[j], s[i + j][c], qs[c]);
-      }
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) {
+      x.k[c] = multiply_add(q_k.second[j], s[i + j][c], x.k[c]);
+      x.q[c] = multiply_add(q_k.first[j], s[i + j][c], x.q[c]);
     }
   }
+}
+// Those over this warp's channels, to shared memory.
+__device__ __forceinline__ void share_sums(LaneSums& x, const LanePosition& at, u32 memory, int slot) {
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
 #pragma unroll
     for (int mask = 16; mask >= LANES; mask >>= 1) {
-      ks[c] += shuffle_xor(ks[c], mask);
-      qs[c] += shuffle_xor(qs[c], mask);
+      x.k[c] += shuffle_xor(x.k[c], mask);
+      x.q[c] += shuffle_xor(x.q[c], mask);
     }
   }
+  const u32 sums = sums_of(memory, warp_index()) + 4 * (COLUMNS * slot + own_column(at));
   if (at.lane < LANES) {
-    store_vector(sums, ks);
-    store_vector(sums + OFFSET(WarpSums, q), qs);
+    store_vector(sums, x.k);
+    store_vector(sums + OFFSET(WarpSums, q), x.q);
   }
+}
+
+// A record that precedes the call.
+__device__ __forceinline__ void apply_record(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int record) {
+  const u32 key = record_place(memory, record, at.first, OFFSET(WarpRecord, key)),
+            decay = record_place(memory, record, at.first, OFFSET(WarpRecord, decay));
+  float u[VECTOR];
+  read_floats(u, record_place(memory, record, own_column(at), OFFSET(WarpRecord, update)));
+  RowFactors x, next;
+  read_rows(x, decay, key, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    if (i + 4 < ROWS) read_rows(next, decay, key, i + 4);
+    move_rows(s, i, x, u);
+    x = next;
+  }
+}
+
+// The sums of a token before the state has moved on.
+__device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first, q = staged + OFFSET(StagedToken, decayed_q),
+            k = staged + OFFSET(StagedToken, decayed_k);
+  LaneSums sums = {};
+  RowFactors x, next;
+  read_rows(x, q, k, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    if (i + 4 < ROWS) read_rows(next, q, k, i + 4);
+    add_rows(sums, s, i, x);
+    x = next;
+  }
+  share_sums(sums, at, memory, slot);
+}
+// The state behind a token.
+__device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                           const float (&u)[OUT]) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first, decay = staged + OFFSET(StagedToken, decay),
+            k = staged + OFFSET(StagedToken, k);
+  RowFactors x, next;
+  read_rows(x, decay, k, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    if (i + 4 < ROWS) read_rows(next, decay, k, i + 4);
+    move_rows(s, i, x, u);
+    x = next;
+  }
+}
+// Both at once: the state behind a token, and the sums of the next one.
+__device__ __forceinline__ void move_and_multiply(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                                  const float (&u)[OUT]) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first, after = staged + (u32)sizeof(StagedToken);
+  const u32 decay = staged + OFFSET(StagedToken, decay), k = staged + OFFSET(StagedToken, k),
+            next_q = after + OFFSET(StagedToken, decayed_q), next_k = after + OFFSET(StagedToken, decayed_k);
+  LaneSums sums = {};
+  RowFactors moved, multiplied;
+  read_rows(moved, decay, k, 0), read_rows(multiplied, next_q, next_k, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    move_rows(s, i, moved, u);
+    if (i + 4 < ROWS) read_rows(moved, decay, k, i + 4);
+    add_rows(sums, s, i, multiplied);
+    if (i + 4 < ROWS) read_rows(multiplied, next_q, next_k, i + 4);
+  }
+  share_sums(sums, at, memory, slot + 1);
 }
 
 // The sums of N columns over all of K, and the update there.
@@ -65,24 +143,23 @@ __device__ __forceinline__ void update_columns(float (&u)[N], u32 memory, int sl
   for (int c = 0; c < N; ++c) u[c] = f.update * multiply_add(-f.k, ks[c], v[c]);
 }
 
-// One token: its update, and, if `moves`, the state after it.
-__device__ __forceinline__ void take_token(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
-                                           const TokenFactors& f, bool moves, float (&u)[OUT]) {
-  const u32 staged = staged_token(memory, slot), channels = staged + 4 * at.first;
-  multiply(s, at, staged, sums_of(memory, warp_index()) + 4 * (COLUMNS * slot + own_column(at)));
+// What comes before the first token of a pass: its sums.
+__device__ __forceinline__ void begin_tokens(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory) {
+  multiply(s, at, memory, 0);
+}
+// A token's update, when all warps have multiplied it.
+__device__ __forceinline__ void update_of(float (&u)[OUT], const float (&)[ROWS][VECTOR], const LanePosition& at,
+                                          u32 memory, int slot) {
   sync_block();
-  update_columns(u, memory, slot, own_column(at), f);
-  if (!moves) return;
-#pragma unroll
-  for (int i = 0; i < ROWS; i += 4) {
-    float d[4], k[4];
-    read_floats(d, channels + OFFSET(StagedToken, decay) + 4 * row_channel(i));
-    read_floats(k, channels + OFFSET(StagedToken, k) + 4 * row_channel(i));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int c = 0; c < VECTOR; ++c) s[i + j][c] = multiply_add(k[j], u[c], d[j] * s[i + j][c]);
-    }
+  update_columns(u, memory, slot, own_column(at), kept_factors(memory, slot));
+}
+// The state moves on to the next token of the pass, whose sums are taken; or, if it `moves`, behind the last one.
+__device__ __forceinline__ void end_token(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                          const float (&u)[OUT], bool more, bool moves) {
+  if (more) {
+    move_and_multiply(s, at, memory, slot, u);
+  } else if (moves) {
+    move_state(s, at, memory, slot, u);
   }
 }
 // What comes before outputs and records: the last token's barrier says that every warp has replayed its records and

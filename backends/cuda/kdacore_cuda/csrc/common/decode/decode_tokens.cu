@@ -103,6 +103,41 @@ __device__ __forceinline__ void store_named(const DecodeRecordsParams& p, const 
   if (row >= 0) store_state(s, state_place(p, lane, memory, row), true);
 }
 
+// The same of the state before the tokens, which takes no part of a warp's time: what lies behind WarpMemory goes by a
+// bulk copy from the place where it came, at the end of the warp's area.
+constexpr u32 STATE_AT = AREA_BYTES - PART_BYTES;
+constexpr int FIRST_COPIED = !IN_SHARED || STATE_AT >= sizeof(WarpMemory)
+                                 ? 0
+                                 : (int)((sizeof(WarpMemory) - STATE_AT + PART_BYTES / ROWS - 1) / (PART_BYTES / ROWS));
+static_assert(!IN_SHARED || FIRST_COPIED == 0 || GROUPS == 1, "pieces that are copied lie together");
+__device__ __forceinline__ void store_ahead(const DecodeRecordsParams& p, const float (&s)[ROWS][VECTOR],
+                                            const LanePosition& lane, u32 memory) {
+  if constexpr (!IN_SHARED) return store_named(p, s, lane, memory, 0);
+  const int row = load_kept(memory, OFFSET(KeptSequence, rows));
+  if (row < 0) return;
+#pragma unroll
+  for (int i = FIRST_COPIED; i < ROWS; ++i) {
+    const uint4 x = pack_state(s[i]);
+    store_shared(shared_piece(lane, memory, i) + STATE_AT, x.x, x.y, x.z, x.w);
+  }
+  fence_async_proxy();
+  sync_warp();
+  constexpr u32 first = FIRST_COPIED * (PART_BYTES / ROWS);
+  if (thread_index() % 32 == 0) {
+    const u64 part = KEPT_ADDRESS(memory, target) + STATE_BYTES * (row * p.ht_row) + PART_BYTES * warp_index();
+    copy_out(reinterpret_cast<void*>(part + first), area_of(memory, warp_index()) + STATE_AT + first,
+             PART_BYTES - first);
+    copy_out_commit();
+  }
+  const u64 place = state_place(p, lane, memory, row);
+#pragma unroll
+  for (int i = 0; i < FIRST_COPIED; ++i) store_state_bits(place + STATE_BYTES * piece_offset(i), pack_state(s[i]));
+}
+// Shared memory that is copied is still there.
+__device__ __forceinline__ void wait_copied() {
+  if (IN_SHARED && thread_index() % 32 == 0) copy_out_wait_read<0>();
+}
+
 // The column of the head whose part of a record a thread loads.
 __device__ __forceinline__ int own_update(const Part& part) {
   return part.column() + (owns_column() ? thread_index() : 0);
@@ -128,7 +163,7 @@ __device__ __forceinline__ void replay_and_store(const DecodeRecordsParams& p, c
     for (int i = 0; i < count; ++i) apply_record(s, lane, memory, i);
   }
   round_state(s);
-  store_named(p, s, lane, memory, 0);
+  store_ahead(p, s, lane, memory);
 }
 
 // Keys and decays of staged tokens, to their records.
@@ -141,8 +176,8 @@ __device__ __forceinline__ void record_tokens(const DecodeRecordsParams& p, cons
       decay = KEPT_ADDRESS(part.memory, decay) + 4 * (first * p.decay_st + thread);
 #pragma unroll 1
   for (; count > 0; --count, own += sizeof(StagedToken)) {
-    if (keys) *reinterpret_cast<float*>(key) = load_shared1(own + OFFSET(StagedToken, k));
-    if (decays) *reinterpret_cast<float*>(decay) = load_shared1(own + OFFSET(StagedToken, decay));
+    if (keys) store_global4(key, __float_as_uint(load_shared1(own + OFFSET(StagedToken, k))));
+    if (decays) store_global4(decay, __float_as_uint(load_shared1(own + OFFSET(StagedToken, decay))));
     key += 4 * p.key_st, decay += 4 * p.decay_st;
   }
 }
@@ -231,6 +266,7 @@ __device__ __forceinline__ void keep_norm(const float4& norm, u32 memory) {
 // The next tokens of a long sequence. All is looked up again: what is only needed here takes no registers before.
 __device__ __forceinline__ void prepare_later(const DecodeRecordsParams& p, const Part& part, Pass& pass,
                                               float (&s)[ROWS][VECTOR]) {
+  wait_copied();
   sync_block();  // the tokens before and their sums are done with
   put_state(s, part.memory);
   Item it = item_of(p, (u32)opaque(block_index()));
@@ -263,12 +299,12 @@ __device__ __forceinline__ void take_pass(const DecodeRecordsParams& p, const Pa
     const u32 memory = (u32)opaque((int)part.memory);
     const LanePosition lane = position_now(part);
     const int t = pass.first + i;
+    const bool recorded = has_records(memory), moves = !recorded || t + 1 < KEPT(memory, length);
+    const u64 record = KEPT_ADDRESS(memory, update) + 4 * (t * p.update_st + update_position(lane).v);
     float update[OUT];
     update_of(update, s, lane, memory, i);
-    const bool recorded = has_records(memory);
-    if (recorded && t < p.records && update_position(lane).writes)
-      store_update(KEPT_ADDRESS(memory, update) + 4 * (t * p.update_st + update_position(lane).v), update);
-    end_token(s, lane, memory, i, update, i + 1 < pass.count, !recorded || t + 1 < KEPT(memory, length));
+    if (recorded && t < p.records && update_position(lane).writes) store_update(record, update);
+    end_token(s, lane, memory, i, update, i + 1 < pass.count, moves);
     if (p.flags & FLAG_SCATTER_TOKENS) store_named(p, s, lane, memory, t);
   }
   finish_tokens();
@@ -338,6 +374,7 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
     write_windows(p, windows, channels.q.index, x, length);
     write_windows(p, windows, channels.k.index, x, length);
   }
+  wait_copied();
 }
 
 __device__ __forceinline__ void begin_block(const Part& part) {
@@ -356,7 +393,8 @@ __device__ __forceinline__ void begin_block(const Part& part) {
 KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode_tokens(KDA_PARAM DecodeRecordsParams p) {
   KDA_SHARED(memory);
   const u32 block = block_index(), rank = block % CLUSTER;
-  const Part part = {(int)rank, (int)rank % SLICES, shared_address(memory)};
+  // shuffle(): else the address is computed from the block's number in the cluster wherever it is used.
+  const Part part = {(int)rank, (int)rank % SLICES, (u32)shuffle((int)shared_address(memory), 0)};
   begin_block(part);
   Item it = item_of(p, block);
   const LanePosition lane = make_position(part.column(), 0);

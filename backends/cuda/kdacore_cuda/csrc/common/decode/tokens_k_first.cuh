@@ -126,21 +126,27 @@ __device__ __forceinline__ void move_and_multiply(float (&s)[ROWS][VECTOR], cons
 // The sums of N columns over all of K, and the update there.
 template <int N>
 __device__ __forceinline__ void add_sums(float (&x)[N], u32 from) {
+  float y[WARPS][N];  // all are loaded before the first is added
 #pragma unroll
-  for (int w = 0; w < WARPS; ++w) {
-    float y[N];
-    read_floats(y, from + AREA_BYTES * w);
+  for (int w = 0; w < WARPS; ++w) read_floats(y[w], from + AREA_BYTES * w);
 #pragma unroll
-    for (int c = 0; c < N; ++c) x[c] = w ? x[c] + y[c] : y[c];
+  for (int c = 0; c < N; ++c) {
+    x[c] = y[0][c];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) x[c] += y[w][c];
   }
 }
 template <int N>
-__device__ __forceinline__ void update_columns(float (&u)[N], u32 memory, int slot, int column, const TokenFactors& f) {
-  float ks[N], v[N];
+__device__ __forceinline__ void update_columns(float (&u)[N], const float (&v)[N], u32 memory, int slot, int column,
+                                               const TokenFactors& f) {
+  float ks[N];
   add_sums(ks, sums_of(memory, 0) + 4 * (COLUMNS * slot + column));
-  read_floats(v, staged_token(memory, slot) + OFFSET(StagedToken, v) + 4 * column);
 #pragma unroll
   for (int c = 0; c < N; ++c) u[c] = f.update * multiply_add(-f.k, ks[c], v[c]);
+}
+template <int N>
+__device__ __forceinline__ void read_values(float (&v)[N], u32 memory, int slot, int column) {
+  read_floats(v, staged_token(memory, slot) + OFFSET(StagedToken, v) + 4 * column);
 }
 
 // What comes before the first token of a pass: its sums.
@@ -150,8 +156,11 @@ __device__ __forceinline__ void begin_tokens(const float (&s)[ROWS][VECTOR], con
 // A token's update, when all warps have multiplied it.
 __device__ __forceinline__ void update_of(float (&u)[OUT], const float (&)[ROWS][VECTOR], const LanePosition& at,
                                           u32 memory, int slot) {
+  const TokenFactors f = kept_factors(memory, slot);
+  float v[OUT];
+  read_values(v, memory, slot, own_column(at));
   sync_block();
-  update_columns(u, memory, slot, own_column(at), kept_factors(memory, slot));
+  update_columns(u, v, memory, slot, own_column(at), f);
 }
 // The state moves on to the next token of the pass, whose sums are taken; or, if it `moves`, behind the last one.
 __device__ __forceinline__ void end_token(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
@@ -168,8 +177,9 @@ __device__ __forceinline__ void finish_tokens() {}
 
 // Four columns of a token's output.
 __device__ __forceinline__ float4 output_of(u32 memory, int slot, int column, const TokenFactors& f) {
-  float u[4], qs[4];
-  update_columns(u, memory, slot, column, f);
+  float u[4], v[4], qs[4];
+  read_values(v, memory, slot, column);
+  update_columns(u, v, memory, slot, column, f);
   add_sums(qs, sums_of(memory, 0) + OFFSET(WarpSums, q) + 4 * (COLUMNS * slot + column));
 #pragma unroll
   for (int c = 0; c < 4; ++c) qs[c] = f.q * multiply_add(f.qk, u[c], qs[c]);

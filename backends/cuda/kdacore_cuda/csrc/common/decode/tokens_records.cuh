@@ -36,11 +36,9 @@ __device__ __forceinline__ void share_records(const ThreadRecords& x, u32 memory
 }
 
 __device__ __forceinline__ void store_update(u64 to, const float (&u)[OUT]) {
-  if constexpr (OUT == 1) {
-    *reinterpret_cast<float*>(to) = u[0];
-  } else {
+  if constexpr (OUT == 1) store_global4(to, __float_as_uint(u[0]));
 #pragma unroll
-    for (int i = 0; i < OUT; i += 4)
-      *reinterpret_cast<float4*>(to + 4 * i) = make_float4(u[i], u[i + 1], u[i + 2], u[i + 3]);
-  }
+  for (int i = 0; i + 3 < OUT; i += 4)
+    store_global(reinterpret_cast<void*>(to + 4 * i), make_uint4(__float_as_uint(u[i]), __float_as_uint(u[i + 1]),
+                                                                 __float_as_uint(u[i + 2]), __float_as_uint(u[i + 3])));
 }

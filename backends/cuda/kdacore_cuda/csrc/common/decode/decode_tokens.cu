@@ -4,9 +4,10 @@
 // A block of four warps, as there: a thread owns a channel of q, of k and of v. The state of a whole head comes to
 // shared memory by one bulk copy a warp. Meanwhile up to four tokens are convolved: what the recurrence needs of them
 // is in shared memory before it starts. Then the state moves to registers, 128 of each thread, where all records and
-// tokens read and write it. Its place in shared memory is for sums from then on, so that three blocks fit on a
-// multiprocessor: while one computes, the loads of the other two are on their way. With few heads a head is shared by
-// SLICES blocks of a cluster, with COLUMNS columns each.
+// tokens read and write it. Its place in shared memory is for records and sums from then on, so that three blocks fit
+// on a multiprocessor: while one computes, the loads of the other two are on their way. The 40 registers that are left
+// hold what the loops need and nothing else: what is the same for all threads waits in shared memory, addresses are
+// computed where they are used. With few heads a head is shared by SLICES blocks of a cluster, with COLUMNS columns each.
 //
 // With records a sequence first applies those that precede the call, writes that state, and leaves of each token what
 // it does to the state. Sums have the order of decode_head.cu with the same SLICES, so that states have its bits.
@@ -35,7 +36,7 @@ __device__ __forceinline__ u32 shared_piece(const LanePosition& lane, u32 memory
   return area_of(memory, warp_index()) - PART_BYTES * warp_index() +
          STATE_BYTES * (first_element(lane) + piece_offset(i));
 }
-// Issues the loads of the state in row `from`. Zeros in its place each lane writes that reads them.
+// Issues the loads of the state. Zeros in its place each lane writes that reads them.
 __device__ __forceinline__ void request_state(const DecodeRecordsParams& p, const SequenceStart& start, Pieces& pieces,
                                               const LanePosition& lane, int hv, u32 memory) {
   const u64 head = p.h0 + STATE_BYTES * (start.from * p.h0_row + (long long)hv * (K * V));
@@ -43,7 +44,7 @@ __device__ __forceinline__ void request_state(const DecodeRecordsParams& p, cons
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       pieces.bits[i] = start.reads ? load_global16(head + STATE_BYTES * (first_element(lane) + piece_offset(i)))
-                                      : zero_bits();
+                                   : zero_bits();
   } else if (!start.reads) {
 #pragma unroll 1
     for (int i = 0; i < ROWS; ++i) store_shared(shared_piece(lane, memory, i), 0, 0, 0, 0);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_named(const DecodeRecordsParams& p, const 
 }
 
 // The same of the state before the tokens, which takes no part of a warp's time: what lies behind WarpMemory goes by a
-// bulk copy from the place where it came, at the end of the warp's area.
+// bulk copy from the end of the warp's area.
 constexpr u32 STATE_AT = AREA_BYTES - PART_BYTES;
 constexpr int FIRST_COPIED = !IN_SHARED || STATE_AT >= sizeof(WarpMemory)
                                  ? 0
@@ -341,12 +342,15 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   if (pass.count > 0) beta = load_beta(p, it, at, 0, pass.count);
   if (!IN_SHARED) request_state(p, start, pieces, lane, it.hv, memory);
   const NormInputs norm = load_norm(p, it, part, at, 0, pass.count);
-  const ThreadRecords records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
+  ThreadRecords records;
+  if (IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
   keep_sequence(p, it, start, sequence, at, numbers.written, memory);
 
   // 2. Gate and convolution of the first tokens, while the state is on its way.
   stage_tokens(p, it, sequence, channels, inputs, memory, 0, pass.count);
   const float4 factors = finish_norm(p, norm, pass.count);
+  // A part of a state is in registers already.
+  if (!IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   sync_block();  // tokens are staged, and this block's loads of the windows have come
   if (pass.count > 0) keep_factors(p, memory, finish_beta(p, beta));

@@ -6,7 +6,7 @@
 
 // The sums over K of so many rows of a lane are completed together. All rows at once would take as many registers again
 // as half of the state.
-constexpr int SUMMED_ROWS = 8, GROUP_LANES = LANES / SUMMED_ROWS;
+constexpr int SUMMED_ROWS = 4, GROUP_LANES = LANES / SUMMED_ROWS;
 static_assert(ROWS % SUMMED_ROWS == 0 && ROWS / SUMMED_ROWS <= GROUP_LANES, "a lane ends with the sums of one row");
 
 // The row whose sums this lane ends with: its group, and its number among the lane's rows.

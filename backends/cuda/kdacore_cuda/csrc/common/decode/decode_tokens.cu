@@ -7,7 +7,8 @@
 // tokens read and write it. Its place in shared memory is for records and sums from then on, so that three blocks fit
 // on a multiprocessor: while one computes, the loads of the other two are on their way. The 40 registers that are left
 // hold what the loops need and nothing else: what is the same for all threads waits in shared memory, addresses are
-// computed where they are used. With few heads a head is shared by SLICES blocks of a cluster, with COLUMNS columns each.
+// computed where they are used. With few heads a head is shared by SLICES blocks of a cluster, with COLUMNS columns
+// each.
 //
 // With records a sequence first applies those that precede the call, writes that state, and leaves of each token what
 // it does to the state. Sums have the order of decode_head.cu with the same SLICES, so that states have its bits.
@@ -94,7 +95,8 @@ __device__ __forceinline__ void get_state(float (&s)[ROWS][VECTOR], u32 memory) 
 
 __device__ __forceinline__ bool has_records(u32 memory) { return KEPT(memory, flags) & KEPT_RECORDS; }
 // This lane's part of the state in a row of the pool, from the value head's part of the first row.
-__device__ __forceinline__ u64 state_place(const DecodeRecordsParams& p, const LanePosition& lane, u32 memory, int row) {
+__device__ __forceinline__ u64 state_place(const DecodeRecordsParams& p, const LanePosition& lane, u32 memory,
+                                           int row) {
   return KEPT_ADDRESS(memory, target) + STATE_BYTES * (row * p.ht_row + first_element(lane));
 }
 // To the row that is named for token t; negative: none.
@@ -225,7 +227,9 @@ __device__ __forceinline__ void store_outputs(const DecodeRecordsParams& p, cons
     o = normed(p, o, sum, load_shared4(own_factors(part.memory)));
   }
   if (thread_index() % 32 < NORM_LANES)
-    store_four(p.o, (long long)((Offset)KEPT(part.memory, o) + (Offset)t * p.HV * V + part.column() + norm_column()), TYPE_BFLOAT16, o);
+    store_four(p.o,
+               (long long)((Offset)KEPT(part.memory, o) + (Offset)t * p.HV * V + part.column() + norm_column()),
+               TYPE_BFLOAT16, o);
 }
 // Zeros for the outputs of a sequence without a slot.
 __device__ __forceinline__ void leave_padding(const DecodeRecordsParams& p, const Item& it, const TokenPlaces& at,

@@ -17,7 +17,7 @@ __device__ __forceinline__ void read_rows(RowFactors& x, u32 first, u32 second, 
   read_floats(x.first, first + 4 * row_channel(row));
   read_floats(x.second, second + 4 * row_channel(row));
 }
-// The factors of rows i to i + 3 are loaded while the rows before are computed.
+// Rows i to i + 3. Their factors are loaded while the rows before are computed.
 __device__ __forceinline__ void move_rows(float (&s)[ROWS][VECTOR], int i, const RowFactors& decay_k,
                                           const float (&u)[OUT]) {
 #pragma unroll
@@ -59,12 +59,8 @@ __device__ __forceinline__ void share_sums(LaneSums& x, const LanePosition& at, 
   }
 }
 
-// A record that precedes the call.
-__device__ __forceinline__ void apply_record(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int record) {
-  const u32 key = record_place(memory, record, at.first, OFFSET(WarpRecord, key)),
-            decay = record_place(memory, record, at.first, OFFSET(WarpRecord, decay));
-  float u[VECTOR];
-  read_floats(u, record_place(memory, record, own_column(at), OFFSET(WarpRecord, update)));
+// The state behind an update, from this lane's first decay and key on.
+__device__ __forceinline__ void move_by(float (&s)[ROWS][VECTOR], u32 decay, u32 key, const float (&u)[OUT]) {
   RowFactors x, next;
   read_rows(x, decay, key, 0);
 #pragma unroll
@@ -73,6 +69,19 @@ __device__ __forceinline__ void apply_record(float (&s)[ROWS][VECTOR], const Lan
     move_rows(s, i, x, u);
     x = next;
   }
+}
+// A record that precedes the call.
+__device__ __forceinline__ void apply_record(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int record) {
+  float u[OUT];
+  read_floats(u, record_place(memory, record, own_column(at), OFFSET(WarpRecord, update)));
+  move_by(s, record_place(memory, record, at.first, OFFSET(WarpRecord, decay)),
+          record_place(memory, record, at.first, OFFSET(WarpRecord, key)), u);
+}
+// The state behind a token.
+__device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                           const float (&u)[OUT]) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first;
+  move_by(s, staged + OFFSET(StagedToken, decay), staged + OFFSET(StagedToken, k), u);
 }
 
 // The sums of a token before the state has moved on.
@@ -90,23 +99,9 @@ __device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const L
   }
   share_sums(sums, at, memory, slot);
 }
-// The state behind a token.
-__device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
-                                           const float (&u)[OUT]) {
-  const u32 staged = staged_token(memory, slot) + 4 * at.first, decay = staged + OFFSET(StagedToken, decay),
-            k = staged + OFFSET(StagedToken, k);
-  RowFactors x, next;
-  read_rows(x, decay, k, 0);
-#pragma unroll
-  for (int i = 0; i < ROWS; i += 4) {
-    if (i + 4 < ROWS) read_rows(next, decay, k, i + 4);
-    move_rows(s, i, x, u);
-    x = next;
-  }
-}
 // Both at once: the state behind a token, and the sums of the next one.
-__device__ __forceinline__ void move_and_multiply(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
-                                                  const float (&u)[OUT]) {
+__device__ __forceinline__ void move_and_multiply(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory,
+                                                  int slot, const float (&u)[OUT]) {
   const u32 staged = staged_token(memory, slot) + 4 * at.first, after = staged + (u32)sizeof(StagedToken);
   const u32 decay = staged + OFFSET(StagedToken, decay), k = staged + OFFSET(StagedToken, k),
             next_q = after + OFFSET(StagedToken, decayed_q), next_k = after + OFFSET(StagedToken, decayed_k);

@@ -520,8 +520,8 @@ def _choose_decode(r: Request, device: Figures) -> Choice:
 
 _BLOCKS_AT_ONCE = {2: 4, 4: 1}
 """The most blocks for each multiprocessor with which 2 or 4 blocks share a head. Measured with one block a head: 9.5 us
-for 128 heads and 15.9 us for 256; with two blocks a head: 5.1 us for 64 heads. A multiprocessor holds three blocks
-with half a head each."""
+for 128 heads and 15.9 us for 256; with two blocks a head: 5.1 us for 64 heads. A multiprocessor holds four blocks
+with half a head each, three of those for several tokens."""
 
 
 def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -> Split:

@@ -18,6 +18,9 @@ _HEAD_WARP_CHANNELS = 32
 _HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
 """State dtype -> blocks that a multiprocessor must have registers for where states are in shared memory: as many as
 that takes."""
+_SHARED_HEAD_BLOCKS = {2: 4, 4: 2}
+"""Blocks of a value head that share it -> blocks of four warps that a multiprocessor must have registers for, at least
+those of ``choice._BLOCKS_AT_ONCE``: all find room at once."""
 
 
 @cache
@@ -28,8 +31,10 @@ def decode_kernel(
     mode: the calls that it serves. ``records``: those that name rows of records of candidates."""
     warps, columns = K // (_HEAD_WARP_CHANNELS if split.four_warps else _WARP_CHANNELS), K // split.slices
     elements = 4 if state_dtype == "float32" else 8
-    in_shared = split.four_warps and split.slices == 1
-    blocks = _HEAD_BLOCKS[state_dtype] if in_shared else _MIN_BLOCKS[K, split.slices]
+    if split.four_warps:
+        blocks = _HEAD_BLOCKS[state_dtype] if split.slices == 1 else _SHARED_HEAD_BLOCKS[split.slices]
+    else:
+        blocks = _MIN_BLOCKS[K, split.slices]
     return make_kernel(
         "common/decode/decode_head" if split.four_warps else "common/decode/decode",
         DECODE_RECORDS if records else DECODE,

@@ -35,6 +35,21 @@ struct Window {
   Offset token, channel;  // strides in elements
 };
 
+// Four neighbouring elements of a type that is known at run time. A load of 8 bytes and one of 16 to the same registers
+// would wait for each other, whichever of them is switched off.
+__device__ __forceinline__ Bits<4> load_four(u64 base, Offset index, int type) {
+  const bool wide = type == TYPE_FLOAT32;
+  const u64 at = base + (u64)index * (wide ? 4 : 2);
+  Bits<4> r;
+  const uint2 x = load_global8(at);
+  r.w[0] = x.x, r.w[1] = x.y;
+  if (wide) {
+    const uint2 y = load_global8(at + 8);
+    r.w[2] = y.x, r.w[3] = y.y;
+  }
+  return r;
+}
+
 // N elements that lie apart, or off the bytes that are loaded at once; zeros for those before element `first`.
 template <int N>
 __device__ __forceinline__ Bits<N> load_apart(u64 base, long long index, long long stride, int type, int first = 0) {

@@ -57,7 +57,7 @@ struct HeadInputs {
 __device__ __forceinline__ void load_channel(const DecodeParams& p, Channel& c, int index, Offset x_at) {
   c.index = index + thread_index();
   c.x = load_elements<1>(p.x, x_at + c.index, x_type(p));
-  c.weight = load_elements<TAPS>(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
+  c.weight = load_four(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
 }
 __device__ __forceinline__ void load_bias(const DecodeParams& p, Channel& c) {
   c.bias = load_elements<1>(p.conv_bias, (Offset)c.index, p.conv_bias_type);

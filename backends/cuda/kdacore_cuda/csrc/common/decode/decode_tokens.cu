@@ -4,9 +4,11 @@
 // A block of four warps, as there: a thread owns a channel of q, of k and of v. The state of a whole head comes to
 // shared memory by one bulk copy a warp. Meanwhile up to four tokens are convolved: what the recurrence needs of them
 // is in shared memory before it starts. Then the state moves to registers, 128 of each thread, where all records and
-// tokens read and write it. Its place in shared memory is for sums from then on, so that three blocks fit on a
-// multiprocessor: while one computes, the loads of the other two are on their way. With few heads a head is shared by
-// SLICES blocks of a cluster, with COLUMNS columns each.
+// tokens read and write it. Its place in shared memory is for records and sums from then on, so that three blocks fit
+// on a multiprocessor: while one computes, the loads of the other two are on their way. The 40 registers that are left
+// hold what the loops need and nothing else: what is the same for all threads waits in shared memory, addresses are
+// computed where they are used. With few heads a head is shared by SLICES blocks of a cluster, with COLUMNS columns
+// each.
 //
 // With records a sequence first applies those that precede the call, writes that state, and leaves of each token what
 // it does to the state. Sums have the order of decode_head.cu with the same SLICES, so that states have its bits.
@@ -35,16 +37,16 @@ __device__ __forceinline__ u32 shared_piece(const LanePosition& lane, u32 memory
   return area_of(memory, warp_index()) - PART_BYTES * warp_index() +
          STATE_BYTES * (first_element(lane) + piece_offset(i));
 }
-// Issues the loads of the state in row `from`. Zeros in its place each lane writes that reads them.
-__device__ __forceinline__ void request_state(const DecodeRecordsParams& p, const Sequence& sequence, Pieces& pieces,
+// Issues the loads of the state. Zeros in its place each lane writes that reads them.
+__device__ __forceinline__ void request_state(const DecodeRecordsParams& p, const SequenceStart& start, Pieces& pieces,
                                               const LanePosition& lane, int hv, u32 memory) {
-  const u64 head = p.h0 + STATE_BYTES * (sequence.from * p.h0_row + (long long)hv * (K * V));
+  const u64 head = p.h0 + STATE_BYTES * (start.from * p.h0_row + (long long)hv * (K * V));
   if constexpr (!IN_SHARED) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
-      pieces.bits[i] = sequence.reads ? load_global16(head + STATE_BYTES * (first_element(lane) + piece_offset(i)))
-                                      : zero_bits();
-  } else if (!sequence.reads) {
+      pieces.bits[i] = start.reads ? load_global16(head + STATE_BYTES * (first_element(lane) + piece_offset(i)))
+                                   : zero_bits();
+  } else if (!start.reads) {
 #pragma unroll 1
     for (int i = 0; i < ROWS; ++i) store_shared(shared_piece(lane, memory, i), 0, 0, 0, 0);
   } else if (thread_index() % 32 == 0) {
@@ -53,9 +55,9 @@ __device__ __forceinline__ void request_state(const DecodeRecordsParams& p, cons
             come_barrier(memory));
   }
 }
-__device__ __forceinline__ void receive_state(float (&s)[ROWS][VECTOR], const Sequence& sequence, const Pieces& pieces,
+__device__ __forceinline__ void receive_state(float (&s)[ROWS][VECTOR], bool reads, const Pieces& pieces,
                                               const LanePosition& lane, u32 memory) {
-  if (IN_SHARED && sequence.reads) barrier_wait(come_barrier(memory), 0);
+  if (IN_SHARED && reads) barrier_wait(come_barrier(memory), 0);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     if constexpr (IN_SHARED) {
@@ -63,6 +65,9 @@ __device__ __forceinline__ void receive_state(float (&s)[ROWS][VECTOR], const Se
     } else {
       unpack_state(s[i], pieces.bits[i]);
     }
+    // Unpacked here: the compiler would keep the bits, for each of the places that read the state.
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) s[i][c] = HALF_STATE ? opaque_float(s[i][c]) : s[i][c];
   }
   sync_warp();  // its place is free
 }
@@ -88,44 +93,107 @@ __device__ __forceinline__ void get_state(float (&s)[ROWS][VECTOR], u32 memory) 
   }
 }
 
-// Applies the records that precede the call, and leaves that state. `target`: of this lane's part in the first row.
-__device__ __forceinline__ void replay_and_store(const DecodeRecordsParams& p, const Item& it,
-                                                 const Sequence& sequence, float (&s)[ROWS][VECTOR],
-                                                 const LanePosition& lane, u64 target) {
-  replay_records(p, s, sequence.records, lane);
-  round_state(s);
-  const int to = number_of(load_row_written(p, it), p.flags & FLAG_WRITES64);
-  const bool stays = !sequence.records.replayed && sequence.reads && p.h0 == p.ht && sequence.from == to;
-  if (is_slot(p, to) && !stays) store_state(s, target + STATE_BYTES * (to * p.ht_row), true);
+__device__ __forceinline__ bool has_records(u32 memory) { return KEPT(memory, flags) & KEPT_RECORDS; }
+// This lane's part of the state in a row of the pool, from the value head's part of the first row.
+__device__ __forceinline__ u64 state_place(const DecodeRecordsParams& p, const LanePosition& lane, u32 memory,
+                                           int row) {
+  return KEPT_ADDRESS(memory, target) + STATE_BYTES * (row * p.ht_row + first_element(lane));
 }
-// Stores the state behind token t, where a row is named for it.
-__device__ __forceinline__ void store_candidate(const DecodeRecordsParams& p, const Item& it,
-                                                const float (&s)[ROWS][VECTOR], u64 target, int t) {
-  if (t >= p.writes_row) return;
-  const int row = load_number(p.writes, it.n * p.writes_row + t, p.flags & FLAG_WRITES64);
-  if (is_slot(p, row)) store_state(s, target + STATE_BYTES * (row * p.ht_row), true);
+// To the row that is named for token t; negative: none.
+__device__ __forceinline__ void store_named(const DecodeRecordsParams& p, const float (&s)[ROWS][VECTOR],
+                                            const LanePosition& lane, u32 memory, int t) {
+  const int row = load_kept(memory, OFFSET(KeptSequence, rows) + 4 * t);
+  if (row >= 0) store_state(s, state_place(p, lane, memory, row), true);
 }
 
-// Keys and decays of staged tokens, to their records from `to` on.
-__device__ __forceinline__ void record_tokens(const DecodeRecordsParams& p, RecordPlaces& to, const Part& part,
-                                              int first, int count) {
+// The same of the state before the tokens, which takes no part of a warp's time: what lies behind WarpMemory goes by a
+// bulk copy from the end of the warp's area.
+constexpr u32 STATE_AT = AREA_BYTES - PART_BYTES;
+constexpr int FIRST_COPIED = !IN_SHARED || STATE_AT >= sizeof(WarpMemory)
+                                 ? 0
+                                 : (int)((sizeof(WarpMemory) - STATE_AT + PART_BYTES / ROWS - 1) / (PART_BYTES / ROWS));
+static_assert(!IN_SHARED || FIRST_COPIED == 0 || GROUPS == 1, "pieces that are copied lie together");
+__device__ __forceinline__ void store_ahead(const DecodeRecordsParams& p, const float (&s)[ROWS][VECTOR],
+                                            const LanePosition& lane, u32 memory) {
+  if constexpr (!IN_SHARED) return store_named(p, s, lane, memory, 0);
+  const int row = load_kept(memory, OFFSET(KeptSequence, rows));
+  if (row < 0) return;
+#pragma unroll
+  for (int i = FIRST_COPIED; i < ROWS; ++i) {
+    const uint4 x = pack_state(s[i]);
+    store_shared(shared_piece(lane, memory, i) + STATE_AT, x.x, x.y, x.z, x.w);
+  }
+  fence_async_proxy();
+  sync_warp();
+  constexpr u32 first = FIRST_COPIED * (PART_BYTES / ROWS);
+  if (thread_index() % 32 == 0) {
+    const u64 part = KEPT_ADDRESS(memory, target) + STATE_BYTES * (row * p.ht_row) + PART_BYTES * warp_index();
+    copy_out(reinterpret_cast<void*>(part + first), area_of(memory, warp_index()) + STATE_AT + first,
+             PART_BYTES - first);
+    copy_out_commit();
+  }
+  const u64 place = state_place(p, lane, memory, row);
+#pragma unroll
+  for (int i = 0; i < FIRST_COPIED; ++i) store_state_bits(place + STATE_BYTES * piece_offset(i), pack_state(s[i]));
+}
+// Shared memory that is copied is still there.
+__device__ __forceinline__ void wait_copied() {
+  if (IN_SHARED && thread_index() % 32 == 0) copy_out_wait_read<0>();
+}
+
+// The column of the head whose part of a record a thread loads.
+__device__ __forceinline__ int own_update(const Part& part) {
+  return part.column() + (owns_column() ? thread_index() : 0);
+}
+// Applies the records that precede the call, and leaves that state. `ahead`: the first ones.
+__device__ __forceinline__ void replay_and_store(const DecodeRecordsParams& p, const Part& part,
+                                                 const ThreadRecords& ahead, float (&s)[ROWS][VECTOR],
+                                                 const LanePosition& lane) {
+  const u32 memory = part.memory;
+  const int replayed = KEPT(memory, replayed);
+  if (replayed > 0) share_records(ahead, memory);
+#pragma unroll 1
+  for (int first = 0; first < replayed; first += PASS_RECORDS) {
+    const int count = replayed - first < PASS_RECORDS ? replayed - first : PASS_RECORDS;
+    if (first > 0) {
+      const Records r = {true, 0, KEPT_ADDRESS(memory, update), KEPT_ADDRESS(memory, key), KEPT_ADDRESS(memory, decay)};
+      const ThreadRecords later = load_records(p, r, own_update(part), first, count);
+      sync_block();  // those before are applied
+      share_records(later, memory);
+    }
+    sync_block();
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) apply_record(s, lane, memory, i);
+  }
+  round_state(s);
+  store_ahead(p, s, lane, memory);
+}
+
+// Keys and decays of staged tokens, to their records.
+__device__ __forceinline__ void record_tokens(const DecodeRecordsParams& p, const Part& part, int first, int count) {
   if (count > (int)p.records - first) count = (int)p.records - first;
-  const bool keys = part.rank == 0, decays = part.slice == 0 && (!scalar_gate(p) || thread_index() == 0);
-  u32 own = part.memory + OFFSET(TokensMemory, tokens) + 4 * thread_index();
+  const int thread = thread_index();
+  const bool keys = part.rank == 0, decays = part.slice == 0 && (!scalar_gate(p) || thread == 0);
+  u32 own = part.memory + OFFSET(TokensMemory, tokens) + 4 * thread;
+  u64 key = KEPT_ADDRESS(part.memory, key) + 4 * (first * p.key_st + thread),
+      decay = KEPT_ADDRESS(part.memory, decay) + 4 * (first * p.decay_st + thread);
 #pragma unroll 1
   for (; count > 0; --count, own += sizeof(StagedToken)) {
-    if (keys) *reinterpret_cast<float*>(to.key) = load_shared1(own + OFFSET(StagedToken, k));
-    if (decays) *reinterpret_cast<float*>(to.decay) = load_shared1(own + OFFSET(StagedToken, decay));
-    to.key += 4 * p.key_st, to.decay += 4 * p.decay_st;
+    if (keys) store_global4(key, __float_as_uint(load_shared1(own + OFFSET(StagedToken, k))));
+    if (decays) store_global4(decay, __float_as_uint(load_shared1(own + OFFSET(StagedToken, decay))));
+    key += 4 * p.key_st, decay += 4 * p.decay_st;
   }
 }
 
-// What a pass of tokens has besides what is staged: this lane's factors of the norm of its warp's output, and in lane i
-// of each group of PASS_TOKENS lanes the factors of token i.
+// Its parts are computed where they are used, as warp_index().
+__device__ __forceinline__ LanePosition position_now(const Part& part) {
+  LanePosition at = make_position(part.column(), 0);
+  at.lane = opaque(at.lane), at.v = opaque(at.v), at.channel = opaque(at.channel), at.first = opaque(at.first);
+  return at;
+}
+// Tokens that are staged together.
 struct Pass {
   int first, count;
-  float4 norm;
-  TokenFactors factors;
 };
 
 // The sum of squares of a token's columns to all blocks of the head; and that of all columns, in the warp of the token.
@@ -146,21 +214,22 @@ __device__ __forceinline__ float receive_sum(const Part& part, int t) {
   return sum;
 }
 // The outputs of a pass, one a warp.
-__device__ __forceinline__ void store_outputs(const DecodeRecordsParams& p, const Part& part, const TokenPlaces& at,
-                                              const Pass& pass) {
+__device__ __forceinline__ void store_outputs(const DecodeRecordsParams& p, const Part& part, const Pass& pass) {
   if (SLICES > 1 && p.norm_weight && thread_index() == 0)
     barrier_expect(part.memory + OFFSET(TokensMemory, received) + 8 * (pass.first / PASS_TOKENS),
                    4 * SLICES * pass.count);
   const int slot = warp_index(), t = pass.first + slot;
   if (slot >= pass.count) return;
-  float4 o = output_of(part.memory, slot, norm_column(), factors_from(pass.factors, slot));
+  float4 o = output_of(part.memory, slot, norm_column(), kept_factors(part.memory, slot));
   if (p.norm_weight) {
     float sum = sum_of_squares<NORM_LANES>(o);
     if (SLICES > 1) send_sum(part, t, sum), sum = receive_sum(part, t);
     o = normed(p, o, sum, load_shared4(own_factors(part.memory)));
   }
   if (thread_index() % 32 < NORM_LANES)
-    store_four(p.o, (long long)(at.o + (Offset)t * p.HV * V + part.column() + norm_column()), TYPE_BFLOAT16, o);
+    store_four(p.o,
+               (long long)((Offset)KEPT(part.memory, o) + (Offset)t * p.HV * V + part.column() + norm_column()),
+               TYPE_BFLOAT16, o);
 }
 // Zeros for the outputs of a sequence without a slot.
 __device__ __forceinline__ void leave_padding(const DecodeRecordsParams& p, const Item& it, const TokenPlaces& at,
@@ -186,119 +255,134 @@ __device__ __forceinline__ void wait_read(const Part& part) {
 __device__ __forceinline__ int tokens_from(const Item& it, int first) {
   return it.length - first < PASS_TOKENS ? it.length - first : PASS_TOKENS;
 }
-__device__ __forceinline__ void finish_factors(const DecodeRecordsParams& p, Pass& pass, const Bits<1>& beta,
-                                               u32 memory) {
-  if (pass.count > 0)
-    pass.factors = token_factors(p, staged_token(memory, thread_index() % PASS_TOKENS), finish_beta(p, beta));
+// The block's sequence and value head.
+__device__ __forceinline__ Item item_of(const DecodeRecordsParams& p, u32 block) {
+  const u32 task = block / CLUSTER;
+  Item it;
+  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
+  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
+  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
+  return it;
 }
-__device__ __forceinline__ void keep_norm(const Pass& pass, u32 memory) {
-  store_shared(own_factors(memory), __float_as_uint(pass.norm.x), __float_as_uint(pass.norm.y),
-               __float_as_uint(pass.norm.z), __float_as_uint(pass.norm.w));
+__device__ __forceinline__ void keep_norm(const float4& norm, u32 memory) {
+  store_shared(own_factors(memory), __float_as_uint(norm.x), __float_as_uint(norm.y), __float_as_uint(norm.z),
+               __float_as_uint(norm.w));
 }
 // The next tokens of a long sequence. All is looked up again: what is only needed here takes no registers before.
-__device__ __forceinline__ void prepare_later(const DecodeRecordsParams& p, const Item& known, const Part& part,
-                                              Pass& pass, float (&s)[ROWS][VECTOR]) {
-  Item it = known;
-  it.n = opaque(it.n), it.hv = opaque(it.hv);
+__device__ __forceinline__ void prepare_later(const DecodeRecordsParams& p, const Part& part, Pass& pass,
+                                              float (&s)[ROWS][VECTOR]) {
+  wait_copied();
   sync_block();  // the tokens before and their sums are done with
   put_state(s, part.memory);
-  const Sequence sequence = load_sequence(p, it);
-  const TokenPlaces at = locate_tokens(p, it);
+  Item it = item_of(p, (u32)opaque(block_index()));
+  const SequenceNumbers numbers = load_numbers(p, it);
+  const Sequence sequence = find_sequence(p, it, numbers, find_start(p, it, numbers));
+  const TokenPlaces at = locate_tokens(p, it, numbers);
   pass.first += PASS_TOKENS;
   pass.count = tokens_from(it, pass.first);
   Channels channels = load_channels(p, it, part);
   find_windows(p, sequence, channels, at.x, pass.first);
+  PassInputs inputs = load_inputs(p, it, channels, at, pass.first, pass.count);
   const Bits<1> beta = load_beta(p, it, at, pass.first, pass.count);
-  pass.norm = load_norm(p, it, part, at, pass.first, pass.count);
-  stage_tokens(p, it, sequence, channels, at, part.memory, pass.first, pass.count);
+  const NormInputs norm = load_norm(p, it, part, at, pass.first, pass.count);
+  stage_tokens(p, it, sequence, channels, inputs, part.memory, pass.first, pass.count);
+  const float4 factors = finish_norm(p, norm, pass.count);
   get_state(s, part.memory);
   sync_warp();  // its place is free
-  keep_norm(pass, part.memory);
+  keep_norm(factors, part.memory);
   sync_block();
-  finish_factors(p, pass, beta, part.memory);
+  keep_factors(p, part.memory, finish_beta(p, beta));
 }
 
-// The recurrence of a pass, its records and outputs. `record`: of its first token. Where records are left, nobody needs
-// the state behind the last token.
-__device__ __forceinline__ void take_pass(const DecodeRecordsParams& p, const Item& it, const Sequence& sequence,
-                                          const Part& part, const LanePosition& lane, const TokenPlaces& at,
-                                          const Pass& pass, float (&s)[ROWS][VECTOR], RecordPlaces& record,
-                                          u64 target) {
-  const bool recorded = sequence.records.exist, updates = update_position(lane).writes;
+// The recurrence of a pass, its records and outputs. Where records are left, nobody needs the state behind the last
+// token.
+__device__ __forceinline__ void take_pass(const DecodeRecordsParams& p, const Part& part, const Pass& pass,
+                                          float (&s)[ROWS][VECTOR]) {
+  if (pass.count > 0) begin_tokens(s, position_now(part), part.memory);
 #pragma unroll 1
   for (int i = 0; i < pass.count; ++i) {
+    const u32 memory = (u32)opaque((int)part.memory);
+    const LanePosition lane = position_now(part);
     const int t = pass.first + i;
+    const bool recorded = has_records(memory), moves = !recorded || t + 1 < KEPT(memory, length);
+    const u64 record = KEPT_ADDRESS(memory, update) + 4 * (t * p.update_st + update_position(lane).v);
     float update[OUT];
-    take_token(s, lane, part.memory, i, factors_from(pass.factors, i), !recorded || t + 1 < it.length, update);
-    if (recorded) {
-      if (updates && t < p.records) store_update(record.update, update);
-      record.update += 4 * p.update_st;
-    }
-    if (p.flags & FLAG_SCATTER_TOKENS) store_candidate(p, it, s, target, t);
+    update_of(update, s, lane, memory, i);
+    if (recorded && t < p.records && update_position(lane).writes) store_update(record, update);
+    end_token(s, lane, memory, i, update, i + 1 < pass.count, moves);
+    if (p.flags & FLAG_SCATTER_TOKENS) store_named(p, s, lane, memory, t);
   }
   finish_tokens();
   if (pass.first == 0) {
     if (pass.count == 0) sync_block();
     tell_read(part), wait_read(part);
   }
-  if (recorded) record_tokens(p, record, part, pass.first, pass.count);
-  store_outputs(p, part, at, pass);
+  if (has_records(part.memory)) record_tokens(p, part, pass.first, pass.count);
+  store_outputs(p, part, pass);
 }
 
 // A sequence and value head.
 __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, Item& it, const Part& part,
                                                   const LanePosition& lane) {
   const u32 memory = part.memory;
-  // 1. Issue the loads of the state as soon as its row is known.
-  const Sequence sequence = load_sequence(p, it);
+  // 1. Issue all loads, the state as soon as its row is known.
+  const SequenceNumbers numbers = load_numbers(p, it);
   sync_warp();  // else the compiler loads rows' numbers after weights
-  const TokenPlaces at = locate_tokens(p, it);
-  if (sequence.padding) {
+  Channels channels = load_channels(p, it, part);
+  const SequenceStart start = find_start(p, it, numbers);
+  const TokenPlaces at = locate_tokens(p, it, numbers);
+  if (start.padding) {
     if (CLUSTER > 1 && SLICES == 1) wait_cluster();
     return leave_padding(p, it, at, part);
   }
   Pieces pieces;
-  request_state(p, sequence, pieces, lane, it.hv, memory);
-  Channels channels = load_channels(p, it, part);
-  find_windows(p, sequence, channels, at.x, 0);
-  prefetch_late(p, it, part, sequence, channels, at);
-
-  // 2. Gate and convolution of the first tokens, while the state is on its way.
-  const bool recorded = sequence.records.exist, scatters = p.flags & FLAG_SCATTER_TOKENS;
+  // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
+  if (IN_SHARED) request_state(p, start, pieces, lane, it.hv, memory);
+  const Sequence sequence = find_sequence(p, it, numbers, start);
   Pass pass = {0, tokens_from(it, 0)};
+  find_windows(p, sequence, channels, at.x, 0);
+  PassInputs inputs = load_inputs(p, it, channels, at, 0, pass.count);
   Bits<1> beta = {};
   if (pass.count > 0) beta = load_beta(p, it, at, 0, pass.count);
-  pass.norm = load_norm(p, it, part, at, 0, pass.count);
-  stage_tokens(p, it, sequence, channels, at, memory, 0, pass.count);
+  if (!IN_SHARED) request_state(p, start, pieces, lane, it.hv, memory);
+  const NormInputs norm = load_norm(p, it, part, at, 0, pass.count);
+  ThreadRecords records;
+  if (IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
+  keep_sequence(p, it, start, sequence, at, numbers.written, memory);
+
+  // 2. Gate and convolution of the first tokens, while the state is on its way.
+  stage_tokens(p, it, sequence, channels, inputs, memory, 0, pass.count);
+  const float4 factors = finish_norm(p, norm, pass.count);
+  // A part of a state is in registers already.
+  if (!IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   sync_block();  // tokens are staged, and this block's loads of the windows have come
-  finish_factors(p, pass, beta, memory);
+  if (pass.count > 0) keep_factors(p, memory, finish_beta(p, beta));
 
   // 3. The state, and the records that precede the tokens.
   float s[ROWS][VECTOR];
-  receive_state(s, sequence, pieces, lane, memory);
-  keep_norm(pass, memory);
-  const u64 target = p.ht + STATE_BYTES * ((long long)it.hv * (K * V) + first_element(lane));  // in the first row
-  if (recorded) replay_and_store(p, it, sequence, s, lane, target);
+  receive_state(s, start.reads, pieces, lane, memory);
+  keep_norm(factors, memory);
+  if (has_records(memory)) replay_and_store(p, part, records, s, lane);
 
   // 4. The tokens.
-  RecordPlaces record = record_places(p, sequence.records, update_position(lane).v, thread_index());
 #pragma unroll 1
   for (;;) {
-    take_pass(p, it, sequence, part, lane, at, pass, s, record, target);
-    if (pass.first + PASS_TOKENS >= it.length) break;
-    prepare_later(p, it, part, pass, s);
+    take_pass(p, part, pass, s);
+    if (pass.first + PASS_TOKENS >= KEPT(memory, length)) break;
+    prepare_later(p, part, pass, s);
   }
 
   // 5. What the tokens leave.
-  if (!recorded && !scatters) {
-    const int to = number_of(load_row_written(p, it), p.flags & FLAG_WRITES64);
-    if (is_slot(p, to)) store_state(s, target + STATE_BYTES * (to * p.ht_row), true);
-  }
+  if (!has_records(memory) && !(p.flags & FLAG_SCATTER_TOKENS)) store_named(p, s, lane, memory, 0);
   if (CLUSTER > 1 && part.rank == 0) {
-    write_windows(p, sequence, channels.q.index, at.x, it.length);
-    write_windows(p, sequence, channels.k.index, at.x, it.length);
+    const Sequence windows = kept_windows(p, memory);
+    const Offset x = (Offset)KEPT(memory, x);
+    const int length = KEPT(memory, length);
+    write_windows(p, windows, channels.q.index, x, length);
+    write_windows(p, windows, channels.k.index, x, length);
   }
+  wait_copied();
 }
 
 __device__ __forceinline__ void begin_block(const Part& part) {
@@ -316,14 +400,12 @@ __device__ __forceinline__ void begin_block(const Part& part) {
 
 KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode_tokens(KDA_PARAM DecodeRecordsParams p) {
   KDA_SHARED(memory);
-  const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
-  const Part part = {(int)rank, (int)rank % SLICES, shared_address(memory)};
+  const u32 block = block_index(), rank = block % CLUSTER;
+  // shuffle(): else the address is computed from the block's number in the cluster wherever it is used.
+  const Part part = {(int)rank, (int)rank % SLICES, (u32)shuffle((int)shared_address(memory), 0)};
   begin_block(part);
-  Item it;
-  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
-  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  it.hv = (task - it.n * (int)p.tasks) * HEADS + rank / SLICES;
-  const LanePosition lane = position_of(part.column(), part.memory);
+  Item it = item_of(p, block);
+  const LanePosition lane = make_position(part.column(), 0);
   if (p.fills_device) launch_dependents();
   if constexpr (SLICES > 1) wait_cluster();  // with few heads the previous launch has not ended yet
   wait_for_inputs();

@@ -11,7 +11,7 @@ __device__ __forceinline__ Bits<4> load_z(const DecodeParams& p, Offset z_at, in
 }
 __device__ __forceinline__ Bits<4> load_norm_weight(const DecodeParams& p, int hv, int column) {
   const Offset at = hv * (Offset)p.norm_sh + column;
-  if (PLAIN || (p.norm_weight & 15) == 0) return load_elements<4>(p.norm_weight, at, p.norm_type);
+  if (PLAIN || (p.norm_weight & 15) == 0) return load_four(p.norm_weight, at, p.norm_type);
   return load_apart<4>(p.norm_weight, at, 1, p.norm_type);
 }
 

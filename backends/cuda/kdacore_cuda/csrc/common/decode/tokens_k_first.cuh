@@ -4,85 +4,166 @@
 
 #include "common/decode/tokens_memory.cuh"
 
-// Where apply() of state_k_first.cuh has the record of this warp's channels.
-__device__ __forceinline__ LanePosition position_of(int column, u32 memory) {
-  return make_position(column, area_of(memory, warp_index()) + OFFSET(WarpMemory, record) - HALF_BYTES);
-}
 // The lane's columns whose update it has.
 __device__ __forceinline__ const LanePosition& update_position(const LanePosition& at) { return at; }
 // This lane's first column among the block's.
 __device__ __forceinline__ int own_column(const LanePosition& at) { return at.v % COLUMNS; }
 
-// k S' and q S', with S' the decayed state, over this warp's channels.
-__device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 staged, u32 sums) {
-  const u32 channels = staged + 4 * at.first;
-  float ks[VECTOR] = {}, qs[VECTOR] = {};
+// Factors of four channels for a lane's rows, from two arrays with an element for each channel.
+struct RowFactors {
+  float first[4], second[4];
+};
+__device__ __forceinline__ void read_rows(RowFactors& x, u32 first, u32 second, int row) {
+  read_floats(x.first, first + 4 * row_channel(row));
+  read_floats(x.second, second + 4 * row_channel(row));
+}
+// Rows i to i + 3. Their factors are loaded while the rows before are computed.
+__device__ __forceinline__ void move_rows(float (&s)[ROWS][VECTOR], int i, const RowFactors& decay_k,
+                                          const float (&u)[OUT]) {
 #pragma unroll
-  for (int i = 0; i < ROWS; i += 4) {
-    float q[4], k[4];
-    read_floats(q, channels + OFFSET(StagedToken, decayed_q) + 4 * row_channel(i));
-    read_floats(k, channels + OFFSET(StagedToken, decayed_k) + 4 * row_channel(i));
+  for (int j = 0; j < 4; ++j) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int c = 0; c < VECTOR; ++c)
+      s[i + j][c] = multiply_add(decay_k.second[j], u[c], decay_k.first[j] * s[i + j][c]);
+  }
+}
+
+// Sums over a lane's channels: k S' and q S', with S' the decayed state.
+struct LaneSums {
+  float k[VECTOR], q[VECTOR];
+};
+__device__ __forceinline__ void add_rows(LaneSums& x, const float (&s)[ROWS][VECTOR], int i, const RowFactors& q_k) {
 #pragma unroll
-      for (int c = 0; c < VECTOR; ++c) {
-        ks[c] = multiply_add(k[j], s[i + j][c], ks[c]);
-        qs[c] = multiply_add(q[j], s[i + j][c], qs[c]);
-      }
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) {
+      x.k[c] = multiply_add(q_k.second[j], s[i + j][c], x.k[c]);
+      x.q[c] = multiply_add(q_k.first[j], s[i + j][c], x.q[c]);
     }
   }
+}
+// Those over this warp's channels, to shared memory.
+__device__ __forceinline__ void share_sums(LaneSums& x, const LanePosition& at, u32 memory, int slot) {
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
 #pragma unroll
     for (int mask = 16; mask >= LANES; mask >>= 1) {
-      ks[c] += shuffle_xor(ks[c], mask);
-      qs[c] += shuffle_xor(qs[c], mask);
+      x.k[c] += shuffle_xor(x.k[c], mask);
+      x.q[c] += shuffle_xor(x.q[c], mask);
     }
   }
+  const u32 sums = sums_of(memory, warp_index()) + 4 * (COLUMNS * slot + own_column(at));
   if (at.lane < LANES) {
-    store_vector(sums, ks);
-    store_vector(sums + OFFSET(WarpSums, q), qs);
+    store_vector(sums, x.k);
+    store_vector(sums + OFFSET(WarpSums, q), x.q);
   }
+}
+
+// The state behind an update, from this lane's first decay and key on.
+__device__ __forceinline__ void move_by(float (&s)[ROWS][VECTOR], u32 decay, u32 key, const float (&u)[OUT]) {
+  RowFactors x, next;
+  read_rows(x, decay, key, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    if (i + 4 < ROWS) read_rows(next, decay, key, i + 4);
+    move_rows(s, i, x, u);
+    x = next;
+  }
+}
+// A record that precedes the call.
+__device__ __forceinline__ void apply_record(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int record) {
+  float u[OUT];
+  read_floats(u, record_place(memory, record, own_column(at), OFFSET(WarpRecord, update)));
+  move_by(s, record_place(memory, record, at.first, OFFSET(WarpRecord, decay)),
+          record_place(memory, record, at.first, OFFSET(WarpRecord, key)), u);
+}
+// The state behind a token.
+__device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                           const float (&u)[OUT]) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first;
+  move_by(s, staged + OFFSET(StagedToken, decay), staged + OFFSET(StagedToken, k), u);
+}
+
+// The sums of a token before the state has moved on.
+__device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first, q = staged + OFFSET(StagedToken, decayed_q),
+            k = staged + OFFSET(StagedToken, decayed_k);
+  LaneSums sums = {};
+  RowFactors x, next;
+  read_rows(x, q, k, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    if (i + 4 < ROWS) read_rows(next, q, k, i + 4);
+    add_rows(sums, s, i, x);
+    x = next;
+  }
+  share_sums(sums, at, memory, slot);
+}
+// Both at once: the state behind a token, and the sums of the next one.
+__device__ __forceinline__ void move_and_multiply(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory,
+                                                  int slot, const float (&u)[OUT]) {
+  const u32 staged = staged_token(memory, slot) + 4 * at.first, after = staged + (u32)sizeof(StagedToken);
+  const u32 decay = staged + OFFSET(StagedToken, decay), k = staged + OFFSET(StagedToken, k),
+            next_q = after + OFFSET(StagedToken, decayed_q), next_k = after + OFFSET(StagedToken, decayed_k);
+  LaneSums sums = {};
+  RowFactors moved, multiplied;
+  read_rows(moved, decay, k, 0), read_rows(multiplied, next_q, next_k, 0);
+#pragma unroll
+  for (int i = 0; i < ROWS; i += 4) {
+    move_rows(s, i, moved, u);
+    if (i + 4 < ROWS) read_rows(moved, decay, k, i + 4);
+    add_rows(sums, s, i, multiplied);
+    if (i + 4 < ROWS) read_rows(multiplied, next_q, next_k, i + 4);
+  }
+  share_sums(sums, at, memory, slot + 1);
 }
 
 // The sums of N columns over all of K, and the update there.
 template <int N>
 __device__ __forceinline__ void add_sums(float (&x)[N], u32 from) {
+  float y[WARPS][N];  // all are loaded before the first is added
 #pragma unroll
-  for (int w = 0; w < WARPS; ++w) {
-    float y[N];
-    read_floats(y, from + AREA_BYTES * w);
+  for (int w = 0; w < WARPS; ++w) read_floats(y[w], from + AREA_BYTES * w);
 #pragma unroll
-    for (int c = 0; c < N; ++c) x[c] = w ? x[c] + y[c] : y[c];
+  for (int c = 0; c < N; ++c) {
+    x[c] = y[0][c];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) x[c] += y[w][c];
   }
 }
 template <int N>
-__device__ __forceinline__ void update_columns(float (&u)[N], u32 memory, int slot, int column, const TokenFactors& f) {
-  float ks[N], v[N];
+__device__ __forceinline__ void update_columns(float (&u)[N], const float (&v)[N], u32 memory, int slot, int column,
+                                               const TokenFactors& f) {
+  float ks[N];
   add_sums(ks, sums_of(memory, 0) + 4 * (COLUMNS * slot + column));
-  read_floats(v, staged_token(memory, slot) + OFFSET(StagedToken, v) + 4 * column);
 #pragma unroll
   for (int c = 0; c < N; ++c) u[c] = f.update * multiply_add(-f.k, ks[c], v[c]);
 }
+template <int N>
+__device__ __forceinline__ void read_values(float (&v)[N], u32 memory, int slot, int column) {
+  read_floats(v, staged_token(memory, slot) + OFFSET(StagedToken, v) + 4 * column);
+}
 
-// One token: its update, and, if `moves`, the state after it.
-__device__ __forceinline__ void take_token(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
-                                           const TokenFactors& f, bool moves, float (&u)[OUT]) {
-  const u32 staged = staged_token(memory, slot), channels = staged + 4 * at.first;
-  multiply(s, at, staged, sums_of(memory, warp_index()) + 4 * (COLUMNS * slot + own_column(at)));
+// What comes before the first token of a pass: its sums.
+__device__ __forceinline__ void begin_tokens(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory) {
+  multiply(s, at, memory, 0);
+}
+// A token's update, when all warps have multiplied it.
+__device__ __forceinline__ void update_of(float (&u)[OUT], const float (&)[ROWS][VECTOR], const LanePosition& at,
+                                          u32 memory, int slot) {
+  const TokenFactors f = kept_factors(memory, slot);
+  float v[OUT];
+  read_values(v, memory, slot, own_column(at));
   sync_block();
-  update_columns(u, memory, slot, own_column(at), f);
-  if (!moves) return;
-#pragma unroll
-  for (int i = 0; i < ROWS; i += 4) {
-    float d[4], k[4];
-    read_floats(d, channels + OFFSET(StagedToken, decay) + 4 * row_channel(i));
-    read_floats(k, channels + OFFSET(StagedToken, k) + 4 * row_channel(i));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int c = 0; c < VECTOR; ++c) s[i + j][c] = multiply_add(k[j], u[c], d[j] * s[i + j][c]);
-    }
+  update_columns(u, v, memory, slot, own_column(at), f);
+}
+// The state moves on to the next token of the pass, whose sums are taken; or, if it `moves`, behind the last one.
+__device__ __forceinline__ void end_token(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                          const float (&u)[OUT], bool more, bool moves) {
+  if (more) {
+    move_and_multiply(s, at, memory, slot, u);
+  } else if (moves) {
+    move_state(s, at, memory, slot, u);
   }
 }
 // What comes before outputs and records: the last token's barrier says that every warp has replayed its records and
@@ -91,8 +172,9 @@ __device__ __forceinline__ void finish_tokens() {}
 
 // Four columns of a token's output.
 __device__ __forceinline__ float4 output_of(u32 memory, int slot, int column, const TokenFactors& f) {
-  float u[4], qs[4];
-  update_columns(u, memory, slot, column, f);
+  float u[4], v[4], qs[4];
+  read_values(v, memory, slot, column);
+  update_columns(u, v, memory, slot, column, f);
   add_sums(qs, sums_of(memory, 0) + OFFSET(WarpSums, q) + 4 * (COLUMNS * slot + column));
 #pragma unroll
   for (int c = 0; c < 4; ++c) qs[c] = f.q * multiply_add(f.qk, u[c], qs[c]);

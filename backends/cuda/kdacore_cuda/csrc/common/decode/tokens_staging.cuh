@@ -5,7 +5,7 @@
 #include "common/decode/tokens_records.cuh"
 #include "common/decode/tokens_start.cuh"
 
-__device__ __forceinline__ int norm_column() { return thread_index() % NORM_LANES * 4; }
+__device__ __forceinline__ int norm_column() { return opaque(thread_index()) % NORM_LANES * 4; }
 __device__ __forceinline__ bool owns_column() { return COLUMNS == THREADS || thread_index() < COLUMNS; }
 
 // A block's part: columns of a value head.
@@ -31,7 +31,7 @@ struct ChannelWindows {
 };
 __device__ __forceinline__ void load_channel(const DecodeRecordsParams& p, Channel& c, int index) {
   c.index = index + thread_index();
-  c.weight = load_elements<TAPS>(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
+  c.weight = load_four(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
   if (p.conv_bias) c.bias = load_elements<1>(p.conv_bias, (Offset)c.index, p.conv_bias_type);
 }
 __device__ __forceinline__ Channels load_channels(const DecodeRecordsParams& p, const Item& it, const Part& part) {
@@ -47,13 +47,24 @@ __device__ __forceinline__ Channels load_channels(const DecodeRecordsParams& p, 
 __device__ __forceinline__ int gate_channel(const DecodeRecordsParams& p, const Item& it) {
   return scalar_gate(p) ? it.zero : thread_index();
 }
-__device__ __forceinline__ ChannelInputs load_inputs(const DecodeRecordsParams& p, const Item& it, const Channels& c,
-                                                     Offset x_at, Offset g_at) {
-  ChannelInputs x;
-  x.q = load_elements<1>(p.x, x_at + c.q.index, TYPE_BFLOAT16);
-  x.k = load_elements<1>(p.x, x_at + c.k.index, TYPE_BFLOAT16);
-  if (owns_column()) x.v = load_elements<1>(p.x, x_at + c.v.index, TYPE_BFLOAT16);
-  x.g = load_elements<1>(p.g, g_at + gate_channel(p, it), g_type(p));
+// Of all tokens of a pass, so that they come in one trip.
+struct PassInputs {
+  ChannelInputs tokens[PASS_TOKENS];
+};
+__device__ __forceinline__ PassInputs load_inputs(const DecodeRecordsParams& p, const Item& it, const Channels& c,
+                                                  const TokenPlaces& at, int first, int count) {
+  PassInputs x = {};
+  Offset x_at = at.x + first * (Offset)p.x_st, g_at = at.g + first * (Offset)p.g_st + gate_channel(p, it);
+#pragma unroll
+  for (int i = 0; i < PASS_TOKENS; ++i) {
+    if (i < count) {
+      x.tokens[i].q = load_elements<1>(p.x, x_at + c.q.index, TYPE_BFLOAT16);
+      x.tokens[i].k = load_elements<1>(p.x, x_at + c.k.index, TYPE_BFLOAT16);
+      if (owns_column()) x.tokens[i].v = load_elements<1>(p.x, x_at + c.v.index, TYPE_BFLOAT16);
+      x.tokens[i].g = load_elements<1>(p.g, g_at, g_type(p));
+    }
+    x_at += (Offset)p.x_st, g_at += (Offset)p.g_st;
+  }
   return x;
 }
 // The window before token `first` of a channel.
@@ -73,7 +84,7 @@ __device__ __forceinline__ void find_windows(const DecodeRecordsParams& p, const
 
 // What the recurrence needs of `count` tokens from `first` on, to shared memory; and windows that no other block reads.
 __device__ __forceinline__ void stage_tokens(const DecodeRecordsParams& p, const Item& it, const Sequence& sequence,
-                                             Channels& c, const TokenPlaces& at, u32 memory, int first, int count) {
+                                             Channels& c, PassInputs& inputs, u32 memory, int first, int count) {
   const ChannelGates<1> gate = finish_gate(p, c.gate);
   if (first == 0) {
     if (owns_column()) store_first_window(p, sequence, c.v);
@@ -85,18 +96,13 @@ __device__ __forceinline__ void stage_tokens(const DecodeRecordsParams& p, const
     const u64 before = first * to.v.token;
     to.q.next += to.q.next ? before : 0, to.k.next += to.k.next ? before : 0, to.v.next += to.v.next ? before : 0;
   }
-  Offset x_at = at.x + first * (Offset)p.x_st, g_at = at.g + first * (Offset)p.g_st;
-  ChannelInputs next = {};
-  if (count > 0) next = load_inputs(p, it, c, x_at, g_at);
   u32 staged = memory + OFFSET(TokensMemory, tokens);
 #pragma unroll 1
   for (int left = count; left > 0; --left, staged += sizeof(StagedToken)) {
-    const ChannelInputs x = next;
+    const ChannelInputs x = inputs.tokens[0];
+#pragma unroll
+    for (int i = 0; i + 1 < PASS_TOKENS; ++i) inputs.tokens[i] = inputs.tokens[i + 1];
     const bool is_first = first == 0 && left == count;
-    if (left > 1) {
-      x_at += (Offset)p.x_st, g_at += (Offset)p.g_st;
-      next = load_inputs(p, it, c, x_at, g_at);
-    }
     const u32 own = staged + 4 * thread_index();
     float decay[1] = {to_float(x.g, g_type(p))};
     decays(p, decay, gate);
@@ -135,34 +141,22 @@ __device__ __forceinline__ float finish_beta(const DecodeRecordsParams& p, const
   if (p.flags & FLAG_NEG_EIGVAL) beta *= 2.0f;
   return beta;
 }
-// What this lane's columns of its warp's output are multiplied with.
-__device__ __forceinline__ float4 load_norm(const DecodeRecordsParams& p, const Item& it, const Part& part,
-                                            const TokenPlaces& at, int first, int count) {
-  if (!p.norm_weight || warp_index() >= count) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int column = part.column() + norm_column();
-  Bits<4> z = {};
-  if (p.z) z = load_z(p, at.z + (first + warp_index()) * (Offset)p.z_st, column);
-  return norm_factors(p, load_norm_weight(p, it.hv, column), z);
+// What this lane's columns of its warp's output are multiplied with, as loaded.
+struct NormInputs {
+  Bits<4> weight, z;
+};
+__device__ __forceinline__ bool has_norm(const DecodeRecordsParams& p, int count) {
+  return p.norm_weight && warp_index() < count;
 }
-
-// Brings what is loaded late as far as the L2: records that precede the call, and tokens of a pass behind its second.
-__device__ __forceinline__ void prefetch_late(const DecodeRecordsParams& p, const Item& it, const Part& part,
-                                              const Sequence& sequence, const Channels& c, const TokenPlaces& at) {
-  const int column = owns_column() ? thread_index() : 0;
-  RecordPlaces record = record_places(p, sequence.records, part.column() + column, thread_index());
-#pragma unroll 1
-  for (int left = sequence.records.replayed; left > 0; --left) {
-    prefetch_l2(reinterpret_cast<const void*>(record.update));
-    prefetch_l2(reinterpret_cast<const void*>(record.key));
-    prefetch_l2(reinterpret_cast<const void*>(record.decay));
-    next_record(p, record);
-  }
-  const u16* x = reinterpret_cast<const u16*>(p.x) + at.x;
-#pragma unroll
-  for (int t = 2; t < PASS_TOKENS; ++t) {
-    if (t >= it.length) break;
-    const u16* token = x + t * (Offset)p.x_st;
-    prefetch_l2(token + c.q.index), prefetch_l2(token + c.k.index), prefetch_l2(token + c.v.index);
-    if (!scalar_gate(p)) prefetch_l2(reinterpret_cast<const u16*>(p.g) + at.g + t * (Offset)p.g_st + thread_index());
-  }
+__device__ __forceinline__ NormInputs load_norm(const DecodeRecordsParams& p, const Item& it, const Part& part,
+                                                const TokenPlaces& at, int first, int count) {
+  NormInputs in = {};
+  if (!has_norm(p, count)) return in;
+  const int column = part.column() + norm_column();
+  in.weight = load_norm_weight(p, it.hv, column);
+  if (p.z) in.z = load_z(p, at.z + (first + warp_index()) * (Offset)p.z_st, column);
+  return in;
+}
+__device__ __forceinline__ float4 finish_norm(const DecodeRecordsParams& p, const NormInputs& in, int count) {
+  return has_norm(p, count) ? norm_factors(p, in.weight, in.z) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }

@@ -4,18 +4,48 @@
 
 #include "common/decode/tokens_memory.cuh"
 
-// Elements from the start of an array to a sequence's first token.
-struct TokenPlaces {
-  Offset x, g, beta, z, o;
+// Numbers that say where a sequence starts, not yet converted. All are asked for at once.
+struct SequenceNumbers {
+  Number row, record, replayed, accepted, begin, end;
+  Number written;  // row that is written: the thread's, one for each token where that many are named
+  u32 has_initial;
 };
+// Of 64 bits in two loads: one of 8 bytes or one of 4 to the same registers would wait for each other.
+__device__ __forceinline__ Number load_halves(u64 base, long long index, bool wide) {
+  const u64 at = base + index * (wide ? 8 : 4);
+  Number r;
+  r.low = load_global4(at);
+  if (wide) r.high = load_global4(at + 4);
+  return r;
+}
+__device__ __forceinline__ SequenceNumbers load_numbers(const DecodeRecordsParams& p, const Item& it) {
+  const int n = it.n + it.zero;
+  SequenceNumbers r = {};
+  r.row = load_halves(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
+  if (p.accepted) r.accepted = load_halves(p.accepted, n, p.flags & FLAG_ACCEPTED64);
+  if (p.record_indices) {
+    r.record = load_halves(p.record_indices, n, p.wide_records);
+    if (p.num_replayed) r.replayed = load_halves(p.num_replayed, n, p.wide_counts);
+  }
+  r.has_initial = p.has_initial ? load_global1(p.has_initial + n) : 1;
+  if (p.cu_seqlens) {
+    r.begin = load_halves(p.cu_seqlens, n, p.flags & FLAG_CU64);
+    r.end = load_halves(p.cu_seqlens, n + 1, p.flags & FLAG_CU64);
+  }
+  if (thread_index() < MOST_TOKENS && thread_index() < p.writes_row)
+    r.written = load_halves(p.writes, n * p.writes_row + thread_index(), p.flags & FLAG_WRITES64);
+  return r;
+}
+
 // Length and places of a sequence's tokens, for a value head.
-__device__ __forceinline__ TokenPlaces locate_tokens(const DecodeRecordsParams& p, Item& it) {
+__device__ __forceinline__ TokenPlaces locate_tokens(const DecodeRecordsParams& p, Item& it,
+                                                     const SequenceNumbers& numbers) {
   Offset batch = it.n, first = 0;
   it.length = (int)p.T;
   if (p.cu_seqlens) {
     const bool wide = p.flags & FLAG_CU64;
-    first = load_number(p.cu_seqlens, it.n + it.zero, wide);
-    it.length = load_number(p.cu_seqlens, it.n + 1 + it.zero, wide) - (int)first;
+    first = number_of(numbers.begin, wide);
+    it.length = number_of(numbers.end, wide) - (int)first;
     batch = 0;
   }
   if (it.length > MOST_TOKENS) it.length = MOST_TOKENS;  // a call may have no more
@@ -27,51 +57,42 @@ __device__ __forceinline__ TokenPlaces locate_tokens(const DecodeRecordsParams& 
           ((batch * (Offset)p.T + first) * p.HV + hv) * V};
 }
 
-struct Sequence {
-  int from;       // row of the state
-  bool padding;   // no slot
-  bool reads;     // starts from what the row holds
-  Records records;
-  bool keeps;      // windows of candidates
-  int candidates;  // row of `conv_windows`; negative: none
-  Window before, state;  // the window before the first token; where the state's window is written
-};
 // A sequence continues from records that precede it, from the state behind one of an earlier call's candidates, or from
 // its row.
-__device__ __forceinline__ Sequence load_sequence(const DecodeRecordsParams& p, const Item& it) {
-  const int n = it.n + it.zero;
+__device__ __forceinline__ SequenceStart find_start(const DecodeRecordsParams& p, const Item& it,
+                                                    const SequenceNumbers& numbers) {
   const bool wide = p.flags & FLAG_INDEX64;
-  const Number first = load_number_bits(p.indices, n * p.indices_row, wide);
-  RecordRow record = {};
-  if (p.record_indices) record = load_record_row(p, it);
-  const u32 has_initial = p.has_initial ? load_global1(p.has_initial + n) : 1;
-  int preceding = 0, from = number_of(first, wide);
-  const int row = from;
-  Sequence r = {};
+  SequenceStart r = {number_of(numbers.row, wide)};
+  r.row = r.from;
   if (p.accepted) {
-    preceding = load_number(p.accepted, n, p.flags & FLAG_ACCEPTED64);
-    from = preceding > 0 ? load_number(p.indices, n * p.indices_row + preceding - 1, wide) : -1;
+    r.accepted = number_of(numbers.accepted, p.flags & FLAG_ACCEPTED64);
+    r.from = r.accepted > 0 ? load_number(p.indices, (it.n + it.zero) * p.indices_row + r.accepted - 1, wide) : -1;
   }
-  const bool zeros = p.accepted && preceding <= 0;
-  r.padding = !zeros && !is_slot(p, from);
-  r.from = from;
-  r.reads = !zeros && !r.padding && has_initial;
+  const bool zeros = p.accepted && r.accepted <= 0;
+  r.padding = !zeros && !is_slot(p, r.from);
+  r.reads = !zeros && !r.padding && numbers.has_initial;
+  return r;
+}
+__device__ __forceinline__ Sequence find_sequence(const DecodeRecordsParams& p, const Item& it,
+                                                  const SequenceNumbers& numbers, const SequenceStart& start) {
+  int preceding = start.accepted;
+  Sequence r = {};
   r.candidates = it.n;
   if (p.record_indices) {
-    const int named = number_of(record.row, p.wide_records);
+    const int named = number_of(numbers.record, p.wide_records);
     r.candidates = is_slot(p, named) ? named : -1;
-    r.records.exist = p.record_update && !r.padding && is_slot(p, named);
+    r.records.exist = p.record_update && !start.padding && is_slot(p, named);
     if (r.records.exist) {
-      r.records.replayed = replayed_of(p, number_of(record.replayed, p.wide_counts));
+      r.records.replayed = replayed_of(p, number_of(numbers.replayed, p.wide_counts));
       find_records(p, it, named, r.records);
     }
     if (p.record_update) preceding = r.records.replayed;
   }
   r.keeps = r.records.exist || p.keeps_candidates;
-  if (r.padding || !is_slot(p, row)) return r;
-  const Window state = state_window(p, row);
+  if (start.padding || !is_slot(p, start.row)) return r;
+  const Window state = state_window(p, start.row);
   if (p.writes_conv) r.state = state;
-  if (!r.reads) return r;
+  if (!start.reads) return r;
   r.before = state;
   if (preceding > 0 && p.conv_windows) {
     r.before = candidate_window(p, r.candidates, preceding - 1);
@@ -79,6 +100,43 @@ __device__ __forceinline__ Sequence load_sequence(const DecodeRecordsParams& p, 
     r.before.base = window_element(p, state, 0, preceding - 1);
   }
   return r;
+}
+
+// To shared memory what KeptSequence has, and from there what is needed of windows. `stays`: the state is in the row
+// that is written, and no record changes it.
+__device__ __forceinline__ void keep_sequence(const DecodeRecordsParams& p, const Item& it, const SequenceStart& start,
+                                              const Sequence& q, const TokenPlaces& at, const Number& written,
+                                              u32 memory) {
+  const u32 kept = memory + OFFSET(TokensMemory, kept);
+  const int thread = thread_index();
+  int row = thread < p.writes_row ? number_of(written, p.flags & FLAG_WRITES64) : -1;
+  if (!is_slot(p, row)) row = -1;
+  const bool unchanged = q.records.exist && !q.records.replayed && start.reads,
+             stays = thread == 0 && unchanged && p.h0 == p.ht && start.from == row;
+  if (thread < MOST_TOKENS) store_shared(kept + OFFSET(KeptSequence, rows) + 4 * thread, (u32)(stays ? -1 : row));
+  if (thread != 0) return;
+  const u64 addresses[] = {q.records.update,
+                           q.records.key,
+                           q.records.decay,
+                           p.ht + STATE_BYTES * ((u64)it.hv * (K * V)),
+                           q.before.base,
+                           q.state.base};
+#pragma unroll
+  for (int i = 0; i < 6; i += 2)
+    store_shared(kept + 8 * i, (u32)addresses[i], (u32)(addresses[i] >> 32), (u32)addresses[i + 1],
+                 (u32)(addresses[i + 1] >> 32));
+  store_shared(kept + OFFSET(KeptSequence, before_token), (u32)q.before.token, (u32)q.before.channel, at.x, at.o);
+  store_shared(kept + OFFSET(KeptSequence, flags), (q.records.exist ? KEPT_RECORDS : 0) | (q.keeps ? KEPT_WINDOWS : 0),
+               q.records.replayed, it.length, q.candidates);
+}
+__device__ __forceinline__ Sequence kept_windows(const DecodeRecordsParams& p, u32 memory) {
+  Sequence q = {};
+  q.records.exist = KEPT(memory, flags) & KEPT_RECORDS;
+  q.keeps = KEPT(memory, flags) & KEPT_WINDOWS;
+  q.candidates = KEPT(memory, candidates);
+  q.before = {KEPT_ADDRESS(memory, before), (Offset)KEPT(memory, before_token), (Offset)KEPT(memory, before_channel)};
+  q.state = {KEPT_ADDRESS(memory, state), (Offset)p.conv_sl, (Offset)p.conv_sc};
+  return q;
 }
 
 // Where a channel's windows behind its candidates are written: of the next one, in bytes. In a row of `conv_state` each

@@ -86,48 +86,27 @@ ALLOWED = (
         "two units of 256 threads leave 128 registers; what is needed once a launch, and three words once a record",
     ),
     Allowance(
-        8,
-        "sm_90a",
-        "sm90/gated_delta/walk_records.cu",
-        {"WARPGROUPS": 2, "MARKS": None},
-        "two warpgroups leave 232 registers; what is needed once a chunk",
-    ),
-    Allowance(
-        4,
+        60,
         "sm_90a",
         "sm90/gated_delta/walk_records_keeping.cu",
         {"WARPGROUPS": 2, "NARROW": None},
-        "as above",
+        "two warpgroups leave 232 registers; places of what is kept, needed once a chunk",
     ),
     *(
         Allowance(spills, "sm_90a", f"sm90/gated_delta/{name}.cu", {"MARKS": 1} | macros, _MARKS)
         for name, macros, spills in (
-            ("walk_records", {"WARPGROUPS": 1}, 16),
-            ("walk_records_beside", {}, 16),
-            ("walk_first_segments", {}, 40),
-            ("walk_later_segments", {}, 16),
+            ("walk_records", {"WARPGROUPS": 1}, 8),
+            ("walk_records_beside", {}, 8),
+            ("walk_first_segments", {}, 16),
+            ("walk_later_segments", {}, 8),
         )
     ),
     Allowance(
-        16,
-        "sm_90a",
-        "sm90/gated_delta/walk_first_segments.cu",
-        {"MARKS": None, "NARROW": None},
-        "two walks in one kernel; what is needed once a walk, and one word once a chunk",
-    ),
-    Allowance(
-        32,
+        12,
         "sm_90a",
         "sm90/gated_delta/walk_first_segments.cu",
         {"MARKS": None, "NARROW": 1},
-        "as above, with the head dims of the call",
-    ),
-    Allowance(
-        8,
-        "sm_90a",
-        "sm90/gated_delta/walk_later_segments.cu",
-        {"MARKS": None, "NARROW": 1},
-        "the head dims of the call",
+        "two walks in one kernel, with the head dims of the call; what is needed once a walk",
     ),
     Allowance(
         56,

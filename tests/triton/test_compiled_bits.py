@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,6 @@ def test_the_recurrent_ops_at_the_head_dims_of_models(case: dict[str, Any]) -> N
     assert problems(case) == [[]]
 
 
-@pytest.mark.xfail(
-    tuple(map(int, version("triton").split(".")[:2])) >= (3, 9),
-    reason="Triton 3.9 sums states [K, V] with K = 64 in another order with records than without",
-    strict=False,
-)
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdacore.machine import release_of
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 GATE_LOG = tl.constexpr(0)
@@ -44,6 +46,9 @@ SHIFTED_RATE = tl.constexpr(2.0**24)
 """The largest rate that a softplus is multiplied by."""
 SMALL_EXPONENTIAL = tl.constexpr(2.0**-11)
 """Below this ``log(1 + e)`` is ``e``, to a relative error of 2.4e-4."""
+
+ADDED_IN_PAIRS = tl.constexpr(release_of(triton.__version__) >= (3, 8))
+"""A lane adds up the elements of a sum that it holds as a tree of pairs; before Triton 3.8, one after another."""
 
 
 @triton.jit
@@ -224,7 +229,8 @@ def product(a, b):
     """``a * b`` rounded, as the operand of a sum over the lanes of a warp.
 
     Where a lane holds one element, the compiler turns ``sum(a * b)`` into ``fma(a, b, other lane's value)``: two lanes
-    then round the same pair in two ways, and their results differ. The compiler does not contract an fma further.
+    then round the same pair in two ways, and their results differ. Of two products that one lane adds up, either may be
+    contracted, and kernels differ in which. The compiler does not contract an fma further.
     """
     return tl.fma(a, b, 0.0)
 

@@ -245,10 +245,6 @@ def decode_kernel(
         rows = ConvolutionRows(conv_row, windows_row, preceding, tl.minimum(conv_row, row) + 1)
         cq = h64 * K + ik
         ck = cq + H * K
-        q1, q2, q3 = load_window(conv, conv_strides, rows, cq, mk, TAPS)
-        k1, k2, k3 = load_window(conv, conv_strides, rows, ck, mk, TAPS)
-        fq0, fq1, fq2, fq3, bias_q = load_taps(conv, conv_strides, cq, mk, TAPS)
-        fk0, fk1, fk2, fk3, bias_k = load_taps(conv, conv_strides, ck, mk, TAPS)
 
     # Where the state after the first token goes, or the final one; negative for nowhere.
     goal = n64
@@ -296,7 +292,12 @@ def decode_kernel(
             at_z = arrays.z + batch * z_strides.batch + first * z_strides.token + hv * z_strides.head
         if TAPS > 0:
             cv = 2 * H * K + hv * V + iv
+            # Those of q and k for each head of the group again: kept, they would be spilled.
+            q1, q2, q3 = load_window(conv, conv_strides, rows, cq, mk, TAPS)
+            k1, k2, k3 = load_window(conv, conv_strides, rows, ck, mk, TAPS)
             v1, v2, v3 = load_window(conv, conv_strides, rows, cv, mv, TAPS)
+            fq0, fq1, fq2, fq3, bias_q = load_taps(conv, conv_strides, cq, mk, TAPS)
+            fk0, fk1, fk2, fk3, bias_k = load_taps(conv, conv_strides, ck, mk, TAPS)
             fv0, fv1, fv2, fv3, bias_v = load_taps(conv, conv_strides, cv, mv, TAPS)
             rq1, rq2, rq3 = q1, q2, q3
             rk1, rk2, rk3 = k1, k2, k3
@@ -332,6 +333,32 @@ def decode_kernel(
             store_state(p, kept, jk, mk[:, None], mv[None, :], replayed_goal, True, MASK_S)
             S = tl.where(positive(jk + cell_v, recorded + 1), kept.to(tl.float32), S)
             tl.debug_barrier()  # records that were read are written below, by other threads perhaps
+
+        if TAPS > 0 and INPLACE:
+            # Before the step, which needs the registers.
+            tl.debug_barrier()  # a window may be written by other threads than have read it
+            candidates = recorded + 1
+            if WRITE == WRITE_EACH:
+                candidates = n64 * 0 + 1
+            leave_window(
+                conv, conv_strides, rows, first_v, strides.v_token, iv, cv, mv, v1, v2, v3, length, candidates,
+                TAPS, ONE, WRITE == WRITE_EACH,
+            )  # fmt: skip
+            # Other heads of the group read those of q and k, too. A branch instead would move the whole tile.
+            last_rows = ConvolutionRows(
+                tl.where(last_of_group > 0, conv_row, -1),
+                tl.where(last_of_group > 0, windows_row, -1),
+                preceding,
+                rows.live,
+            )
+            leave_window(
+                conv, conv_strides, last_rows, q, strides.q_token, ik, cq, mk, q1, q2, q3, length, candidates,
+                TAPS, ONE, WRITE == WRITE_EACH,
+            )  # fmt: skip
+            leave_window(
+                conv, conv_strides, last_rows, k, strides.k_token, ik, ck, mk, k1, k2, k3, length, candidates,
+                TAPS, ONE, WRITE == WRITE_EACH,
+            )  # fmt: skip
 
         for t in range(length):
             xq = load_channels(at_q, ik, mk, MASK_K)
@@ -397,24 +424,3 @@ def decode_kernel(
             p = target_tile(arrays, state_strides, final_goal, hv, jk, cell_v, POOL)
             kept = rounded(S, STATE, BY_HAND)
             store_state(p, kept, jk, mk[:, None], mv[None, :], final_goal, True, MASK_S)
-        if TAPS > 0 and INPLACE:
-            tl.debug_barrier()  # a window may be written by other threads than have read it
-            candidates = recorded + 1
-            if WRITE == WRITE_EACH:
-                candidates = n64 * 0 + 1
-            leave_window(
-                conv, conv_strides, rows, first_v, strides.v_token, iv, cv, mv, v1, v2, v3, length, candidates,
-                TAPS, ONE, WRITE == WRITE_EACH,
-            )  # fmt: skip
-    if TAPS > 0 and INPLACE:
-        candidates = recorded + 1
-        if WRITE == WRITE_EACH:
-            candidates = n64 * 0 + 1
-        leave_window(
-            conv, conv_strides, rows, q, strides.q_token, ik, cq, mk, q1, q2, q3, length, candidates,
-            TAPS, ONE, WRITE == WRITE_EACH,
-        )  # fmt: skip
-        leave_window(
-            conv, conv_strides, rows, k, strides.k_token, ik, ck, mk, k1, k2, k3, length, candidates,
-            TAPS, ONE, WRITE == WRITE_EACH,
-        )  # fmt: skip

@@ -9,7 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import BETA_SIGMOID, BETA_TWICE_SIGMOID, gate_rate, held, log2_decay, positive, product, sigmoid
+from .common import (
+    ADDED_IN_PAIRS,
+    BETA_SIGMOID,
+    BETA_TWICE_SIGMOID,
+    gate_rate,
+    held,
+    log2_decay,
+    positive,
+    product,
+    sigmoid,
+)
 from .groups import InputStrides, PoolStrides, RecurrentArrays, RowStrides
 from .state_rows import load_slot
 
@@ -139,7 +149,7 @@ def step(S, xv, q, k, decay, beta, qk, SCALAR_GATE: tl.constexpr):
     else:
         S *= decay[:, None]
     # Both products of the decayed state in one reduction; q @ (S + k delta) is q @ S + (q . k) delta.
-    if S.shape[0] <= 32:  # a lane may hold one row only
+    if ADDED_IN_PAIRS or S.shape[0] <= 32:  # the latter: a lane may hold one row only
         both = tl.join(product(S, k[:, None]), product(S, q[:, None]))
     else:
         both = tl.join(S * k[:, None], S * q[:, None])

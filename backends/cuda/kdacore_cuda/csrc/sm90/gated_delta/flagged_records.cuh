@@ -16,6 +16,6 @@ struct FlaggedRecords {
   __device__ __forceinline__ void wait() {
     wait_and_clear_flag(flag, p.launch);
     fence_async_proxy_global();
-    flag += (u64)p.HV * UNIT_FLAGS_BYTES;
   }
+  __device__ __forceinline__ void next() { flag += (u64)p.HV * UNIT_FLAGS_BYTES; }
 };

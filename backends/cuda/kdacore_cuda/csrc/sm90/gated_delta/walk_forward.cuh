@@ -4,9 +4,9 @@
 //
 //   S k^T,  S q^T,  y t^T (added to y),  (to_end u) k,  u a^T (added to output S q^T)
 //
-// A warp cannot go on before its products with left operands in registers have begun, so little of its other work lies
-// beside them: it is the other warpgroup's products that do. Two warpgroups take turns (ProductTurns). o is stored one
-// chunk later, through a part of shared memory of the warp's own.
+// Products read their right operands in shared memory, and a warp's loads from there take three times as long beside
+// them. So a chunk's values and factors are loaded before its first product. o is stored one chunk later, through a part
+// of shared memory of the warp's own, beside products that nothing waits for yet.
 //
 // A walk that KEEPS: u and the state at its start, both as the products have them, are stored for each chunk
 // (backward_workspace.cuh).
@@ -23,7 +23,7 @@
 constexpr int MOST_STAGES = 3;
 struct alignas(1024) Stage {
   WalkRecord record;
-  RingBarriers<MOST_STAGES> barriers;  // of all stages in the first one, where alignment leaves room; turns in the second
+  RingBarriers<MOST_STAGES> barriers;  // of all stages in the first one, where alignment leaves room
   alignas(1024) TileImage k;
   TileImage q;
   SquareImage values[WARPGROUPS];  // rows of tokens
@@ -43,11 +43,13 @@ __device__ __forceinline__ Item find_item(const GatedDeltaParams& p) {
   return find_item(p, opaque(block_index()));  // each role finds it anew
 }
 
-// Records that have all been written before this launch. Of others, wait() waits for the next one of an item.
+// Records that have all been written before this launch. Of others, wait() waits for the next one of an item, and next()
+// leaves it to another thread.
 struct WrittenRecords {
   static constexpr bool COME_LATE = false;
   __device__ __forceinline__ void begin(const Item&) {}
   __device__ __forceinline__ void wait() {}
+  __device__ __forceinline__ void next() {}
 };
 
 // Loads an item's chunks into the next stages of the ring. Returns the ring behind them, as carry_state does.
@@ -59,13 +61,17 @@ __device__ __forceinline__ Stages load_forward(const GatedDeltaParams& p, Record
   auto v = value_source(p, x, thread);
   u64 record = record_at(p, x.s.slot, x.hv);
   int left = x.s.length;
+  // The thread that waits for the record: of one warp after another, as it takes half of a chunk's time.
+  int turn = 0;
   records.begin(x);
   const auto load_record = [&](const Stages& ring) {
-    if (thread == 0) {
+    if (thread == turn) {
       records.wait();
       barrier_expect(ring.full(), WALK_BYTES);
       copy_record(ring.stage() + OFFSET(Stage, record), record, WALK_BYTES, ring.full());
     }
+    if constexpr (Records::COME_LATE) turn = (turn + 32) % (32 * LOAD_WARPS);
+    records.next();
     record += (u64)p.HV * RECORD_BYTES;
   };
   const auto load = [&](const Stages& ring) {
@@ -108,29 +114,6 @@ __device__ __forceinline__ void end_state(State& state, const Params& p, const I
     write_own_state(state, p, row, l.t, final);
 }
 
-// Two warpgroups with halves of one state ask for a chunk's products with the state in turns: the first for those of
-// chunk c, then the second, then the first for those of c + 1. Else both would wait for the matrix unit at the same time,
-// and leave it idle at the same time.
-struct ProductTurns {
-  static constexpr bool TAKEN = WARPGROUPS == 2;
-  u32 barriers;  // each warpgroup waits for its own
-  __device__ __forceinline__ u32 of(int warpgroup) const { return barriers + 8 * warpgroup; }
-  __device__ __forceinline__ void wait(int warpgroup, int chunk) const {
-    if constexpr (TAKEN) barrier_wait(of(warpgroup), (chunk ^ warpgroup ^ 1) & 1);
-  }
-  __device__ __forceinline__ void pass(int warpgroup, int lane) const {
-    if constexpr (TAKEN) warp_arrive(of(warpgroup ^ 1), lane);
-  }
-};
-__device__ __forceinline__ ProductTurns product_turns(u32 shared) {
-  return {shared + (u32)sizeof(Stage) + OFFSET(Stage, barriers)};
-}
-__device__ __forceinline__ void make_product_turns(u32 shared) {
-  if constexpr (ProductTurns::TAKEN) {
-    if (thread_index() < 2) barrier_init(product_turns(shared).of(thread_index()), 4 * WARP_ARRIVALS);
-  }
-}
-
 // What is kept of a chunk: where a lane's part of u goes, and the state's image.
 struct KeptPlaces {
   OutputPlace u;
@@ -168,8 +151,6 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
   TokenOperand out = {};  // of the chunk before
   int marked = 0;  // the next chunk in which checkpoints lie
   if constexpr (MARKS) marked = next_mark<C>(p, item.s.first, item.s.length, 0);
-  const ProductTurns turns = product_turns(ring.shared);
-  const int warpgroup = l.row % BLOCK_VALUES / 64;
   KeptPlaces kept;
   if constexpr (KEEPS) kept = kept_places(p, item, l);
 #pragma unroll 1
@@ -194,7 +175,10 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
               t = operand_descriptor(record + OFFSET(RecordImages, t), 16, 1024);
     const u64 a = step(t, OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
     ring.wait_full();
-    turns.wait(warpgroup, c);
+    TokenOperand v, y;
+    load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
+    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
+    const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     Products u = {}, o = {};
     fence_registers(u);
     fence_registers(o);
@@ -203,14 +187,8 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
     warpgroup_commit();
     multiply_channels(o, s, q);
     warpgroup_commit();
-    turns.pass(warpgroup, l.lane);
     end_basic_block(ring);
-    TokenOperand v, y;
-    load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
-    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
-    const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     stage_output(out, staging, l);
-    scale_state(state, last);
     store_output(read_output(staging, l), to.place, to.tokens(out_tokens), l);
     next_chunk(to.place);
     if constexpr (KEEPS) store_state_rows(s, own, kept.state, l);
@@ -219,6 +197,7 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
     begin_inverse(u, y, v, of_state, t);
     end_basic_block(ring);
     const ColumnFactors of_output = load_factors(factors + OFFSET(RecordFactors, output), l);
+    scale_state(state, last);
     warpgroup_wait<1>();
     fence_registers(o);
     multiply_columns(o, of_output);
@@ -247,7 +226,7 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
     fence_registers(state.s);
     pack_state(s, state);
     fence_registers(s.a);
-    if constexpr (WARPGROUPS == 2) end_basic_block(ring);  // else 532 bytes are spilled
+    end_basic_block(ring);  // else two warpgroups spill 532 bytes, and one rounds the state behind o's products
     warpgroup_wait<0>();
     fence_registers(o);
     warp_arrive(ring.empty(), l.lane);
@@ -268,7 +247,6 @@ __device__ __forceinline__ u32 staging_at(u32 shared, int warp) {
   return shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
 }
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {
-  make_product_turns(shared);
   make_ring_barriers<MOST_STAGES>(shared + OFFSET(Stage, barriers));
 }
 template <bool KEEPS, class Params, class Records = WrittenRecords>

@@ -76,6 +76,8 @@ __device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 
               over_k = operand_descriptor(stage + OFFSET(MapStage, k), SQUARE_BYTES, 1024),
               t = operand_descriptor(stage + OFFSET(MapStage, t), 16, 1024);
     ring.wait_full();
+    const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
+    const float last = load_shared1(factors + OFFSET(RecordFactors, last));
     Products w = {};
     fence_registers(w);
     fence_registers(b.s);
@@ -86,8 +88,7 @@ __device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 
     warpgroup_commit();
     add_values(b, values, before.stage());  // of the first chunk: zeros times its own values
     end_basic_block(ring);
-    scale_state(a, load_shared1(factors + OFFSET(RecordFactors, last)));
-    const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
+    scale_state(a, last);
     warpgroup_wait<1>();
     fence_registers(w);
     multiply_columns(w, to_end);

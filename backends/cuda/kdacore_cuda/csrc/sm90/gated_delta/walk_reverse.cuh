@@ -132,15 +132,17 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
                 over_k = operand_descriptor(stage + OFFSET(ReverseStage, k), SQUARE_BYTES, 1024);
       const u64 over_q = step(over_k, OFFSET(ReverseStage, q) - OFFSET(ReverseStage, k)),
                 t = image_of_t(stage);
+      const ColumnFactors of_output = load_factors(factors + OFFSET(RecordFactors, output), l);
+      const float last = load_shared1(factors + OFFSET(RecordFactors, last));
       Products by_keys = {};
       fence_registers(by_keys);
       warpgroup_fence();
       multiply_channels(by_keys, r, k);
       warpgroup_commit();
       end_basic_block(ring);
-      scale_rounded(d_o, scaled(load_factors(factors + OFFSET(RecordFactors, output), l), GRADIENT_SCALE));
+      scale_rounded(d_o, scaled(of_output, GRADIENT_SCALE));
       fence_registers(d_o.a);
-      scale_state(state, load_shared1(factors + OFFSET(RecordFactors, last)));
+      scale_state(state, last);
       warpgroup_fence();
 #pragma unroll
       for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(state.s, d_o.a[kk], over_tokens(over_q, kk), 1);

@@ -83,22 +83,23 @@ __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked&
               over_k = operand_descriptor(stage + OFFSET(StatesStage, k), SQUARE_BYTES, 1024),
               t = operand_descriptor(stage + OFFSET(StatesStage, t), 16, 1024);
     ring.wait_full();
+    TokenOperand v, y;
+    load_values(v, l, value_rows(stage + OFFSET(StatesStage, values), l.row % BLOCK_VALUES));
+    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
+    const float last = decay_to_end(p, item, factors);
     Products u = {};
     fence_registers(u);
     warpgroup_fence();
     multiply_channels(u, s, k);
     warpgroup_commit();
     end_basic_block(ring);
-    TokenOperand v, y;
-    load_values(v, l, value_rows(stage + OFFSET(StatesStage, values), l.row % BLOCK_VALUES));
-    const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);
     if constexpr (STORES) store_state_rows(s, staging, image, l);
-    scale_state(state, decay_to_end(p, item, factors));
     warpgroup_wait<0>();
     fence_registers(u);
     begin_inverse(u, y, v, of_state, t);
     end_basic_block(ring);
     const ColumnFactors to_end = factors_to_end(p, item, factors, l);
+    scale_state(state, last);
     warpgroup_wait<0>();
     fence_registers(u);
     TokenOperand ends;

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kdacore import report
 from kdacore.argument_types import at_least
+from kdacore.cli.time_limit import not_terminated
 from kdacore.files import check_writable
 from kdacore.registry import REGISTRY, missing
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every backend conforms, 1 when one does not."""
+    """0 when every backend conforms, 1 when one does not, 130 when the run was interrupted."""
     from kdacore.testing.verify import default_folder, default_path, verify
 
     out = report.console()
@@ -54,9 +55,12 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         options = {"seed": args.seed, "kinds": tuple(args.kind), "jobs": args.jobs}
         found = verify(name, args.device, args.level, args.random, **options)
-        out.print("\n".join(found.lines()))  # first: the disk may be full by now
-        path = default_path(found, folder)
-        found.write(path)
-        out.print(f"  record: {path}\n")
+        with not_terminated():
+            out.print("\n".join(found.lines()))  # first: the disk may be full by now
+            path = default_path(found, folder)
+            found.write(path)
+            out.print(f"  record: {path}\n")
+        if found.interrupted:
+            return report.INTERRUPTED
         failed = failed or not found.ok
     return report.BROKEN if failed else report.OK

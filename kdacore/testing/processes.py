@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -113,6 +114,7 @@ def _set_safe_path(value: str | None) -> None:
 
 def _serve(work: Work[Any, Any], pipe: Any, safe_path: str | None) -> None:
     """Run in a worker: a result for every item received, until the pipe closes or the device no longer answers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     _set_safe_path(safe_path)  # children of its own see what the caller's would
     # JAX would reserve three quarters of a GPU's memory in each of the processes.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

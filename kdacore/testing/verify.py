@@ -63,6 +63,8 @@ class Report:
     """What is wrong beyond single cases: an op that is declared and never served."""
     notes: list[str] = field(default_factory=list)
     """What could not be tried on this machine."""
+    interrupted: bool = False
+    """The run was ended before its last case: ``cases`` are those that had run."""
     schema: int = SCHEMA
 
     @property
@@ -72,8 +74,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything that was served met the contract, and everything declared was served."""
-        return not self.failures and not self.problems
+        """All cases ran, everything that was served met the contract, and everything declared was served."""
+        return not self.failures and not self.problems and not self.interrupted
 
     def to_json(self) -> str:
         """The record as text; infinite errors are null."""
@@ -108,6 +110,8 @@ class Report:
         ]
         text += [f"  note: {note}" for note in self.notes]
         text += [f"  PROBLEM {problem}" for problem in self.problems]
+        if self.interrupted:
+            text.append("  interrupted: the cases above are those that had run")
         return [*text, *_failed(self.failures)]
 
 
@@ -155,6 +159,8 @@ def verify(
     Returns:
         The report; ``report.ok`` says whether the backend conforms.
 
+    An interruption (Ctrl-C, SIGTERM) ends the run; the report is then of the cases that have run, if any.
+
     Raises:
         ContractError: there is no backend of that name.
     """
@@ -172,7 +178,7 @@ def verify(
     problems = [
         f"not usable here: {what}; to get it: {remedy}" for _, what, remedy in missing(registered.backend)
     ]
-    where = device or "cpu"
+    where, interrupted = device or "cpu", False
     if not problems:
         planned = plan(backend, device=device, level=level, kinds=kinds)
         where, notes = planned.device, list(planned.notes)
@@ -186,8 +192,9 @@ def verify(
                 continue
             items += [(calls, seed + n) for n in range(random)]
         with _bar(len(items), backend, progress) as advance:
-            found = _results(draw, items, jobs, advance)
+            found, interrupted = _results(draw, items, jobs, advance)
             results += found
+        if not interrupted:
             table = found[: len(planned.cases)]
             problems += coverage_problems((r.case, r.status != "declined", r.codes) for r in table)
         kind = next((c.kind for c in planned.cases if has_device(c.kind, where)), None)
@@ -209,6 +216,7 @@ def verify(
         worst=_worst(results),
         problems=problems,
         notes=notes,
+        interrupted=interrupted,
     )
     if path is not None:
         report.write(path)
@@ -248,8 +256,11 @@ def _has_failed(found: tuple[int, Result]) -> bool:
     return found[1].status == "failed"
 
 
-def _results(drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Result], None]) -> list[Result]:
-    """What became of cases and of the calls of seeds, in their order; ``advance`` hears of each as it is done."""
+def _results(
+    drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Result], None]
+) -> tuple[list[Result], bool]:
+    """What became of cases and of the calls of seeds, in their order, and whether an interruption left some out;
+    ``advance`` hears of each as it is done."""
     from kdacore.testing import processes
 
     numbered = iter(list(enumerate(items)))
@@ -259,10 +270,16 @@ def _results(drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Res
         work = processes.Work(drawn.run, _has_failed, drawn.lost)
         done = processes.run(work, numbered, min(jobs, len(items)))
     found: dict[int, Result] = {}
-    for n, result in done:
-        found[n] = result
-        advance(result)
-    return [found[n] for n in range(len(items))]
+    interrupted = False
+    try:
+        for n, result in done:
+            found[n] = result
+            advance(result)
+    except KeyboardInterrupt:  # what has run took minutes and is not thrown away
+        if not found:
+            raise
+        interrupted = True
+    return [found[n] for n in sorted(found)], interrupted
 
 
 def default_path(report: Report, folder: Path | None = None) -> Path:

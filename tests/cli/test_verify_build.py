@@ -87,6 +87,18 @@ def test_verify_takes_what_is_available(
     capsys.readouterr()
 
 
+def test_an_interrupted_run_is_written_and_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        verification, "verify", lambda name, *a, **k: dataclasses.replace(record(name, []), interrupted=True)
+    )
+    assert cli.main(["verify", "reference", "xla", "--folder", str(tmp_path)]) == 130
+    (written,) = verification.load_records(tmp_path)
+    assert written.backend == "reference" and written.interrupted
+    assert "interrupted" in capsys.readouterr().out
+
+
 def test_a_record_that_cannot_be_written_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

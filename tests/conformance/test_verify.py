@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,10 +342,27 @@ def test_several_processes_find_the_same(report: Report) -> None:
     """The table's first cases and random calls, in the table's order."""
     drawn = verification._Drawn("reference", "cpu", "quick", ("numpy",))
     items = [*plan("reference", kinds=("numpy",)).cases[:3], ("whole", 7), ("stages", 7)]
-    one, two = (verification._results(drawn, items, n, lambda r: None) for n in (1, 2))
+    one, two = (verification._results(drawn, items, n, lambda r: None)[0] for n in (1, 2))
     assert [r.case.id for r in one] == [r.case.id for r in two]
     assert [r.worst for r in one] == [r.worst for r in two]
     assert [row["id"] for row in report.cases[:3]] == [r.case.id for r in two[:3]]
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_an_interrupted_run_keeps_the_cases_that_have_run(jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def advance(result: Any) -> None:
+        seen.append(result.case.id)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    real = verification._results
+    monkeypatch.setattr(verification, "_results", lambda drawn, items, n, _: real(drawn, items, n, advance))
+    report = verify("reference", kinds=("numpy",), jobs=jobs, progress=False)
+    assert sorted(row["id"] for row in report.cases) == sorted(seen) and len(seen) == 3
+    assert report.interrupted and not report.ok and not report.problems
+    assert "interrupted" in report.lines()[-1]
 
 
 def test_a_record_of_another_schema_is_refused(report: Report, tmp_path: Path) -> None:

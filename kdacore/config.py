@@ -61,13 +61,26 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-_TARGET = re.compile(r"(sm_[1-9][0-9]{1,2})[af]")
+_TARGET = re.compile(r"sm_?([1-9][0-9]{1,2})[af]?", re.IGNORECASE)
+_GPUS = {
+    "a100": "sm_80",
+    "l4": "sm_89",
+    "l40s": "sm_89",
+    "h100": "sm_90",
+    "h200": "sm_90",
+    "gh200": "sm_90",
+    "b200": "sm_100",
+    "gb200": "sm_100",
+    "b300": "sm_103",
+    "gb300": "sm_103",
+}
 
 
 def device_arch(name: str) -> str:
-    """The architecture of a device, given its name or that of a compiler's target for it: ``sm_90a`` -> ``sm_90``."""
+    """The architecture that a name stands for: itself, a compiler's target for it (``sm_90a`` -> ``sm_90``) or a GPU
+    (``H200`` -> ``sm_90``). Other names are returned as they are."""
     target = _TARGET.fullmatch(name)
-    return target[1] if target else name
+    return f"sm_{target[1]}" if target else _GPUS.get(name.lower(), name)
 
 
 def _flag(env: Mapping[str, str], name: str, default: str) -> bool:

@@ -182,7 +182,7 @@ def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
     """What a preset needs and this environment lacks."""
     for preset in presets:
         if preset == "xla" and not version_of("jax"):
-            return "xla needs jax, which is not installed: pip install 'kdacore[pallas]'"
+            return "xla needs jax, which is not installed: pip install 'kdacore[jax]'"
         for kind in dict.fromkeys(_kinds(preset, args)):
             if kind != "numpy" and not version_of(kind):
                 instead = "" if preset == "h200-stages" else ", or give --kind numpy"

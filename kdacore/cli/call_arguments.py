@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--dtype", default="bfloat16", help="dtype of q, k, v, g and beta (default bfloat16)")
     add("--kind", default="torch", choices=("numpy", "torch", "jax"), help="array library (default torch)")
     add("--device", type=device, help="cpu, cuda, cuda:1, rocm, tpu (default cuda; of --kind numpy cpu)")
-    add("--arch", default="", help="architecture (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)")
+    add(
+        "--arch",
+        default="",
+        help="architecture or GPU, such as sm_90 or H200 (default: KDACORE_ARCH, else sm_90 for cuda, v5e for tpu)",
+    )
     add("--backend", default=None, help="force one backend")
     add("--requires-grad", action="store_true", help="the inputs require gradients")
     add("--initial-state", default="", metavar="DTYPE", help="give an initial state of this dtype")
@@ -149,6 +153,10 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         raise ContractError(op, "device", f"{where} with --kind {args.kind}", wanted)
     if args.arch and where in ("cpu", "meta"):
         raise ContractError(op, "arch", repr(args.arch), f"none: {where} has no architectures")
+    arch = config.device_arch(args.arch)
+    if arch and where.partition(":")[0] == "cuda" and not arch.startswith("sm_"):
+        known = "an architecture such as sm_90, or a GPU such as H200"
+        raise ContractError(op, "arch", repr(args.arch), known)
     shape = _sizes_of(args, op)
     asked = {name: value for name in OPTIONS if (value := getattr(args, name)) not in (None, False)}
     if args.safe_gate:
@@ -160,7 +168,7 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         op=op,
         kind=args.kind,
         device=where,
-        arch=config.device_arch(args.arch) or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
+        arch=arch or feature_matrix.arch_of(where.partition(":")[0], args.kind, ()),
         shape=shape,
         dtype=args.dtype,
         gate_dtype=args.dtype,

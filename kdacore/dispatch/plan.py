@@ -349,7 +349,9 @@ def use_backend(*names: str) -> Iterator[None]:
         raise ContractError("use_backend", "names", "no name", "at least one name of a backend")
     for name in names:
         if not isinstance(name, str):
-            raise ContractError("use_backend", "names", shown(name), "names of backends")
+            several = isinstance(name, (list, tuple))
+            wanted = "names of backends, one argument each" if several else "names of backends"
+            raise ContractError("use_backend", "names", shown(name), wanted)
         REGISTRY.get(name, "use_backend", "names")
     token = PREFERENCE.set(selection.Policy("", tuple(names), "use_backend", _asks_batch_invariance()))
     try:

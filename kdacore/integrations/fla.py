@@ -132,6 +132,12 @@ def _register() -> None:
     try:
         from fla.backends import BaseBackend, register
     except ModuleNotFoundError as error:
+        if error.name == "fla":
+            raise ModuleNotFoundError(
+                "flash-linear-attention, whose calls kdacore.integrations.fla hands to kdacore, is not installed; for "
+                "calls of your own: from kdacore.compat.fla import chunk_kda",
+                name="fla",
+            ) from None
         if error.name != "fla.backends":
             raise
         _register_before_0_6()

@@ -225,13 +225,13 @@ def test_the_compilers_name_of_an_architecture_is_the_devices(
     op: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = []
-    for words in (["--arch", "sm_90"], ["--arch", "sm_90a"]):
-        assert cli.main(["explain", op, *words]) == 0
+    for name in ("sm_90", "sm_90a", "sm90", "H200"):
+        assert cli.main(["explain", op, "--arch", name]) == 0
         said.append(capsys.readouterr().out)
     monkeypatch.setenv("KDACORE_ARCH", "sm_90a")
     kdacore.config.refresh()
     assert cli.main(["explain", op]) == 0
-    assert said[0] == said[1] == capsys.readouterr().out and "-> cuda: supported" in said[0]
+    assert {*said, capsys.readouterr().out} == {said[0]} and "-> cuda: supported" in said[0]
     shapes = {n: kdacore.ShapeDtype((1, 64, 2, 128), "bfloat16", "cuda", "torch", "sm_90a") for n in "qkv"}
     assert kdacore.explain(op, **shapes, **_gates(op)).request.device.arch == "sm_90"
 
@@ -263,6 +263,11 @@ def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
     last = run.stdout.splitlines()[-1]
     wanted = r"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms; pip install 'kdacore\[cuda\]'"
     assert re.fullmatch(wanted, last), run.stdout
+
+
+def test_an_architecture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "chunk_kda", "--arch", "hopper"]) == 2
+    assert "'hopper'; wanted an architecture such as sm_90, or a GPU such as H200" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "v5e"])

@@ -155,3 +155,9 @@ def test_a_definition_of_its_own_is_bound_anew() -> None:
     assert binder(extended)(*range(5), audit=True)[1][-1] is True
     with pytest.raises(TypeError, match="audit"):
         binder(known)(*range(5), audit=True)
+
+
+def test_backends_to_prefer_are_given_one_by_one() -> None:
+    names: Any = ["cuda", "reference"]
+    with pytest.raises(kdacore.ContractError, match="one argument each"), kdacore.use_backend(names):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -209,3 +210,21 @@ def test_the_registry_before_0_6(fla_0_5: dict[str, ModuleType]) -> None:
     integrations.deactivate("fla")
     assert kda.call("chunk_kda", q, q, q, g, beta) == "not enabled"
     assert recurrent.fused_recurrent_kda_fwd(q, q, q, g, beta) == "its own kernel"
+
+
+def test_importing_the_integration_without_flash_linear_attention_says_so() -> None:
+    code = """
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "fla":
+            raise ModuleNotFoundError("No module named 'fla'", name="fla")
+
+sys.meta_path.insert(0, Absent)
+import kdacore.integrations.fla
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "is not installed; for calls of your own: from kdacore.compat.fla import" in run.stderr

@@ -40,7 +40,7 @@ def _probe_jax() -> str | None:
     return None
 
 
-JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[pallas]'")
+JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[jax]'")
 
 
 _lazy = partial(lazy_function, "kdacore_pallas")

@@ -30,10 +30,10 @@ def aot_cases(arch: str) -> list[AotCase]:
         ("KDA K64", {"K": 64}, 0),
         ("KDA K128 T4 records", {"T": 4, "records": True}, 0),
         ("KDA K128 T4 records and windows", {"T": 4, "records": True, "windows": True}, 0),
-        ("GDN K128", {"scalar": True, "H": 16, "HV": 32}, 80),
-        ("GDN K128 HV8", {"scalar": True, "H": 2, "HV": 8}, 80),
+        ("GDN K128", {"scalar": True, "H": 16, "HV": 32}, 48),
+        ("GDN K128 HV8", {"scalar": True, "H": 2, "HV": 8}, 48),
         ("GDN K128 V256", {"scalar": True, "V": 256}, 0),
-        ("GDN K128 T4 records", {"scalar": True, "H": 16, "HV": 32, "T": 4, "records": True}, 64),
+        ("GDN K128 T4 records", {"scalar": True, "H": 16, "HV": 32, "T": 4, "records": True}, 32),
     ):
         run = partial(forward, *meta_call(arch, **sizes))
         cases += record(

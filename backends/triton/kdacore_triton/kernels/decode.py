@@ -243,8 +243,6 @@ def decode_kernel(
             null,
         )
         rows = ConvolutionRows(conv_row, windows_row, preceding, tl.minimum(conv_row, row) + 1)
-        cq = h64 * K + ik
-        ck = cq + H * K
 
     # Where the state after the first token goes, or the final one; negative for nowhere.
     goal = n64
@@ -276,7 +274,12 @@ def decode_kernel(
         jk = jk.to(tl.int64)
 
     for tile in range(TILES):
-        hv = h64 * GROUP + tile // PARTS
+        # h64, but the compiler does not know that the condition holds. Otherwise it works out the addresses that all
+        # tiles share before the loop, and keeps others from tile to tile: they would be spilled.
+        same_h = h64
+        if TILES > 1:
+            same_h += tl.where(tile < H * TILES, 0, 1)
+        hv = same_h * GROUP + tile // PARTS
         iv = (tile % PARTS) * BV + jv
         mv = iv < V
         last_of_head = tile % PARTS - (PARTS - 2)
@@ -291,6 +294,8 @@ def decode_kernel(
         if arrays.z is not None:
             at_z = arrays.z + batch * z_strides.batch + first * z_strides.token + hv * z_strides.head
         if TAPS > 0:
+            cq = same_h * K + ik
+            ck = cq + H * K
             cv = 2 * H * K + hv * V + iv
             # Those of q and k for each head of the group again: kept, they would be spilled.
             q1, q2, q3 = load_window(conv, conv_strides, rows, cq, mk, TAPS)

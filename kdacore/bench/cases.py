@@ -388,6 +388,7 @@ def tiny(case: Case) -> Case:
     group = case.value_heads // case.H
     return dataclasses.replace(
         case,
+        name=f"{case.name}, shrunk",
         B=min(case.B, 2),
         T=sum(lengths) if lengths else max(case.T // 128, 1) if case.T > 1 else 1,
         H=heads,

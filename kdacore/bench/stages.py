@@ -90,7 +90,15 @@ def tiny(case: StageCase) -> StageCase:
     """The same case on any machine: does it run at all?"""
     lengths = tuple(max(n // 512, 2) for n in case.lengths)
     return replace(
-        case, T=sum(lengths) or 70, H=1, HV=case.HV // case.H, K=16, lengths=lengths, first=0.0, second=0.0
+        case,
+        name=f"{case.name}, shrunk",
+        T=sum(lengths) or 70,
+        H=1,
+        HV=case.HV // case.H,
+        K=16,
+        lengths=lengths,
+        first=0.0,
+        second=0.0,
     )
 
 

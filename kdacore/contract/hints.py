@@ -13,6 +13,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 FLA = "kdacore.compat.fla takes flash-linear-attention's arguments as they are"
 _TOKENS = ("q", "k", "v", "g", "beta")
 """The arrays that have tokens before heads."""
+_EXCHANGED = f"{', '.join(_TOKENS[:-1])} and {_TOKENS[-1]}"
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,11 +35,18 @@ def of_shape(name: str, shapes: Shapes, want: tuple[int, ...] = ()) -> str:
             return _other_op(name, shapes)
         exchanged = _head_first(shapes)
         return _exchange(exchanged) if exchanged else ""
+    if name == "A_log" and _has_tokens_for_heads(got, want, shapes.get("v", ())):
+        return f"; it fits with x.swapaxes(1, 2) of {_EXCHANGED}, which look head-first"
     if name == "A_log" and got != want and _size(got) == _size(want):
         return f"; A_log.reshape(-1) fits, and {FLA}"
     if name in ("initial_state", "write_pool") and _last_swapped(got) == want:
         return "; it fits with the other value of state_v_first"
     return f"; {name}.swapaxes(1, 2) fits" if swapped(got) == want != got else ""
+
+
+def _has_tokens_for_heads(got: tuple[int, ...], want: tuple[int, ...], v: tuple[int, ...]) -> bool:
+    """Whether a parameter of each head would fit if v were head-first."""
+    return len(v) == 4 and got != want and want[:1] == v[2:3] and got == (v[1], *want[1:])
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -59,11 +67,15 @@ def _exchange(names: tuple[str, ...]) -> str:
 
 
 def _head_first(shapes: Shapes) -> tuple[str, ...]:
-    """The fewest arrays whose axes 1 and 2 have to be exchanged for all to fit together."""
+    """The fewest arrays whose axes 1 and 2 have to be exchanged for all to fit together; with no more heads than tokens
+    where they can be read so."""
+    fitting = []
     for names in _subsets():
-        if _fit({name: swapped(shapes[name]) if name in names else shapes[name] for name in _TOKENS}):
-            return names
-    return ()
+        read = {name: swapped(shapes[name]) if name in names else shapes[name] for name in _TOKENS}
+        if _fit(read):
+            _, tokens, heads, *_ = read["v"]
+            fitting.append((1 < tokens < heads, len(names), names))
+    return min(fitting)[-1] if fitting else ()
 
 
 def _subsets() -> Iterator[tuple[str, ...]]:

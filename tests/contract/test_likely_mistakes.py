@@ -57,6 +57,20 @@ def test_a_head_first_reading_that_fits_is_named(op: Any, names: str, hint: str)
     assert _said(op, **_head_first(names)).endswith(hint)
 
 
+def test_of_two_readings_the_one_with_fewer_heads_than_tokens_is_named() -> None:
+    said = _said(kdacore.chunk_kda, **_head_first("q k v g", T=64, H=2, HV=4))
+    assert said.endswith(f"with {EXCHANGED} of q, k, v and g")
+    one = _call(T=1, H=2, HV=2)
+    said = _said(kdacore.fused_recurrent_kda, **{**one, "beta": one["beta"].swapaxes(1, 2)})
+    assert said.endswith("beta.swapaxes(1, 2) fits")
+
+
+def test_A_log_tells_that_the_arrays_are_head_first() -> None:
+    call = _head_first("q k v g beta", T=64, H=2, HV=2)
+    said = _said(kdacore.chunk_kda, **call, A_log=np.zeros(2, np.float32), use_gate_in_kernel=True)
+    assert said.endswith(f"it fits with {EXCHANGED} of q, k, v, g and beta, which look head-first")
+
+
 def test_what_the_message_says_to_write_runs() -> None:
     call = _head_first("q k v g beta")
     mended = {name: x.swapaxes(1, 2) for name, x in call.items()}

@@ -32,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
             out.print(f"\n  {p.name}: {p.problem}")
     out.print()
     infos = {name: r.backend for name, r in REGISTRY.backends().items()}
-    backends = [(name, b.version, ", ".join(b.kinds), ", ".join(b.ops)) for name, b in infos.items()]
-    out.print(report.table(("backend", "version", "takes", "ops"), backends, out), end="")
+    backends = [(name, b.version, ", ".join(b.kinds)) for name, b in infos.items()]
+    out.print(report.table(("backend", "version", "takes"), backends, out), end="")
+    out.print()
+    for name, b in infos.items():
+        out.print(report.hanging(f"  {name}: ", ", ".join(b.ops), out))
     return report.BROKEN if any(p.problem for p in records) else report.OK

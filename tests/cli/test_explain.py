@@ -365,3 +365,4 @@ def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plugins"]) == 0
     out = capsys.readouterr().out
     assert "kdacore_reference" in out and "chunk_kda" in out
+    assert max(map(len, out.splitlines())) <= 100

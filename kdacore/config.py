@@ -62,25 +62,22 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _TARGET = re.compile(r"sm_?([1-9][0-9]{1,2})[af]?", re.IGNORECASE)
-_GPUS = {
-    "a100": "sm_80",
-    "l4": "sm_89",
-    "l40s": "sm_89",
-    "h100": "sm_90",
-    "h200": "sm_90",
-    "gh200": "sm_90",
-    "b200": "sm_100",
-    "gb200": "sm_100",
-    "b300": "sm_103",
-    "gb300": "sm_103",
+GPU_ARCHITECTURES = {
+    **dict.fromkeys(("A30", "A100", "A800"), "sm_80"),
+    **dict.fromkeys(("L4", "L20", "L40", "L40S"), "sm_89"),
+    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), "sm_90"),
+    **dict.fromkeys(("B200", "GB200"), "sm_100"),
+    **dict.fromkeys(("B300", "GB300"), "sm_103"),
 }
+"""NVIDIA's data centre GPUs by the name of the model in the driver's name for them. Compute capabilities are those of
+https://developer.nvidia.com/cuda-gpus."""
 
 
 def device_arch(name: str) -> str:
     """The architecture that a name stands for: itself, a compiler's target for it (``sm_90a`` -> ``sm_90``) or a GPU
     (``H200`` -> ``sm_90``). Other names are returned as they are."""
     target = _TARGET.fullmatch(name)
-    return f"sm_{target[1]}" if target else _GPUS.get(name.lower(), name)
+    return f"sm_{target[1]}" if target else GPU_ARCHITECTURES.get(name.upper(), name)
 
 
 def _flag(env: Mapping[str, str], name: str, default: str) -> bool:

@@ -83,17 +83,6 @@ def is_architecture(name: str) -> bool:
     return name == "*" or name in ARCHITECTURES or _ARCHITECTURE.fullmatch(name) is not None
 
 
-_GPU_ARCHITECTURES = {
-    **dict.fromkeys(("A30", "A100", "A800"), "sm_80"),
-    **dict.fromkeys(("L4", "L20", "L40", "L40S"), "sm_89"),
-    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), "sm_90"),
-    **dict.fromkeys(("B200", "GB200"), "sm_100"),
-    **dict.fromkeys(("B300", "GB300"), "sm_103"),
-}
-"""NVIDIA's data centre GPUs by the name of the model in the driver's name for them. Compute capabilities are those of
-https://developer.nvidia.com/cuda-gpus."""
-
-
 @functools.cache
 def torch_device(kind: str, index: int) -> Device:
     """The :class:`Device` of a torch device. Asks the driver once per device; torch is already imported."""
@@ -132,7 +121,8 @@ def jax_mesh_device(abstract: object) -> Device | None:
     if kind in _TPU_GENERATIONS:
         return Device("tpu", 0, _TPU_GENERATIONS[kind])
     if platform in ("gpu", "cuda"):
-        models = [_GPU_ARCHITECTURES[x] for x in re.findall(r"\w+", kind) if x in _GPU_ARCHITECTURES]
+        known = config.GPU_ARCHITECTURES
+        models = [known[x] for x in re.findall(r"\w+", kind) if x in known]
         return Device("cuda", 0, models[0]) if models else None
     return Device("cpu") if platform == "cpu" else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -13,7 +13,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 FLA = "kdacore.compat.fla takes flash-linear-attention's arguments as they are"
 _TOKENS = ("q", "k", "v", "g", "beta")
 """The arrays that have tokens before heads."""
-_EXCHANGED = f"{', '.join(_TOKENS[:-1])} and {_TOKENS[-1]}"
+
+
+def exchanged(names: Sequence[str] = _TOKENS) -> str:
+    """What to write for several arrays that are head-first."""
+    return f"x.swapaxes(1, 2) of {', '.join(names[:-1])} and {names[-1]}"
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -33,10 +37,10 @@ def of_shape(name: str, shapes: Shapes, want: tuple[int, ...] = ()) -> str:
     if name in _TOKENS and set(_TOKENS) <= set(shapes):
         if _fit(shapes):
             return _other_op(name, shapes)
-        exchanged = _head_first(shapes)
-        return _exchange(exchanged) if exchanged else ""
+        names = _head_first(shapes)
+        return _exchange(names) if names else ""
     if name == "A_log" and _has_tokens_for_heads(got, want, shapes.get("v", ())):
-        return f"; it fits with x.swapaxes(1, 2) of {_EXCHANGED}, which look head-first"
+        return f"; it fits with {exchanged()}, which look head-first"
     if name == "A_log" and got != want and _size(got) == _size(want):
         return f"; A_log.reshape(-1) fits, and {FLA}"
     if name in ("initial_state", "write_pool") and _last_swapped(got) == want:
@@ -63,7 +67,7 @@ def _last_swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _exchange(names: tuple[str, ...]) -> str:
     if len(names) == 1:
         return f"; {names[0]}.swapaxes(1, 2) fits"
-    return f"; all fit as [B, T, H, ...] with x.swapaxes(1, 2) of {', '.join(names[:-1])} and {names[-1]}"
+    return f"; all fit as [B, T, H, ...] with {exchanged(names)}"
 
 
 def _head_first(shapes: Shapes) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kdacore.contract import hints
 from kdacore.errors import InputWarning
 from kdacore.ops import OPS
 from kdacore.types import Request
@@ -36,7 +37,7 @@ def warn_of_likely_mistakes(request: Request, values: Mapping[str, Any]) -> None
 
 _HEAD_FIRST = (
     "T={T} tokens of H={H} heads look head-first, [B, H, T, K]; arrays are [B, T, H, K]. If they are, pass "
-    "x.swapaxes(1, 2) of q, k, v, g and beta"
+    + hints.exchanged()
 )
 _NOT_NORMALISED = (
     "keys of norms up to {norm:.3g}: with beta * norm**2 above 2 the state grows at every token. Pass "

@@ -192,8 +192,9 @@ def verify(
                 continue
             items += [(calls, seed + n) for n in range(random)]
         with _bar(len(items), backend, progress) as advance:
-            found, interrupted = _results(draw, items, jobs, advance)
+            found = _results(draw, items, jobs, advance)
             results += found
+        interrupted = len(found) < len(items)
         if not interrupted:
             table = found[: len(planned.cases)]
             problems += coverage_problems((r.case, r.status != "declined", r.codes) for r in table)
@@ -256,11 +257,9 @@ def _has_failed(found: tuple[int, Result]) -> bool:
     return found[1].status == "failed"
 
 
-def _results(
-    drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Result], None]
-) -> tuple[list[Result], bool]:
-    """What became of cases and of the calls of seeds, in their order, and whether an interruption left some out;
-    ``advance`` hears of each as it is done."""
+def _results(drawn: _Drawn, items: list[Item], jobs: int, advance: Callable[[Result], None]) -> list[Result]:
+    """The results of cases and of the calls of seeds, in their order; after an interruption, of those that have run.
+    ``advance`` is called with each result as it comes."""
     from kdacore.testing import processes
 
     numbered = iter(list(enumerate(items)))
@@ -270,7 +269,6 @@ def _results(
         work = processes.Work(drawn.run, _has_failed, drawn.lost)
         done = processes.run(work, numbered, min(jobs, len(items)))
     found: dict[int, Result] = {}
-    interrupted = False
     try:
         for n, result in done:
             found[n] = result
@@ -278,8 +276,7 @@ def _results(
     except KeyboardInterrupt:  # what has run took minutes and is not thrown away
         if not found:
             raise
-        interrupted = True
-    return [found[n] for n in sorted(found)], interrupted
+    return [found[n] for n in sorted(found)]
 
 
 def default_path(report: Report, folder: Path | None = None) -> Path:

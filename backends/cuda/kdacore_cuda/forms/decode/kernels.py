@@ -19,8 +19,8 @@ _HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
 """State dtype -> blocks that a multiprocessor must have registers for where states are in shared memory: as many as
 that takes."""
 _SHARED_HEAD_BLOCKS = {2: 4, 4: 2}
-"""Blocks of a value head that share it -> blocks of four warps that a multiprocessor must have registers for, at least
-those of ``choice._BLOCKS_AT_ONCE``: all find room at once."""
+"""Number of blocks that share a value head -> blocks of four warps that a multiprocessor must have registers for. With
+at least as many as ``choice._BLOCKS_AT_ONCE`` says, all blocks of a launch are resident at the same time."""
 
 
 @cache

@@ -217,6 +217,38 @@ def test_with_an_arrival_for_each_lane(
     assert same_bits(run(inputs, **MODEL).o, want)
 
 
+# --- records of several units by one block -------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 3], ids=["one block", "three"])
+def record_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(launches, "records_blocks", lambda units, multiprocessors: min(units, request.param))
+    return int(request.param)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5])
+def test_units_one_after_another(emulated: list[str], record_blocks: int, group: int) -> None:
+    """Tiles and gates of the next unit come while the last records of a unit are completed."""
+    check(draw(300, 2, 2 * group), **MODEL)
+
+
+def test_units_of_padded_packs(emulated: list[str], record_blocks: int) -> None:
+    """Slots without tokens come first, between others and last."""
+    check_servers(pack((0, 130, 0, 70, 0), 90, gate="random"), output_final_state=True)
+
+
+def test_units_in_any_order_of_threads(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, record_blocks: int
+) -> None:
+    """The same bits, too, where one warp falls behind all others, and as with a block for each unit."""
+    inputs, found = draw(200, 1, 3), []
+    for _ in in_each_order(monkeypatch, range(8)):
+        found.append(run(inputs, output_final_state=True, **MODEL))
+    monkeypatch.setattr(launches, "records_blocks", lambda units, multiprocessors: units)
+    want = run(inputs, output_final_state=True, **MODEL)
+    assert all(all_same_bits(x, want) for x in found)
+
+
 # --- conformance and the compiler ----------------------------------------------------------------------------------
 
 QUICK = (f"{OP}-causality_append-base", f"{OP}-accuracy-collinear")

@@ -269,6 +269,10 @@ GATED_DELTA = ParamStruct(
 the second. ``h_factor`` to ``chunks_shift``: to divide by H, HV / H and NT. ``K`` and ``V`` are read by kernels of
 narrow heads (csrc/sm90/gated_delta/head_dims.cuh)."""
 
+RECORD_UNITS = ParamStruct("RecordUnits", _fields("i64", "units"))
+GATED_DELTA_RECORDS = _joined("GatedDeltaRecordsParams", RECORD_UNITS, GATED_DELTA)
+"""Parameters of the launch that makes records. ``units``: chunk slots times H."""
+
 RECORD_FLAGS = ParamStruct("RecordFlags", (*_fields("ptr", "ready"), *_fields("i64", "launch")))
 GATED_DELTA_BESIDE = _joined("GatedDeltaBesideParams", RECORD_FLAGS, GATED_DELTA)
 """Parameters of the same two launches where they run side by side. ``ready``: the flags of records.
@@ -372,6 +376,7 @@ _STRUCTS = {
     "gated_delta_backward_params": (GATED_DELTA_GRADIENTS, GATED_DELTA_BACKWARD),
     "gated_delta_segment_params": (GATED_DELTA_MAPS, CUT, GATED_DELTA_SEGMENTS),
     "gated_delta_beside_params": (RECORD_FLAGS, GATED_DELTA_BESIDE),
+    "gated_delta_records_params": (RECORD_UNITS, GATED_DELTA_RECORDS),
     "gated_delta_backward_segment_params": (GATED_DELTA_BACKWARD_MAPS, GATED_DELTA_BACKWARD_SEGMENTS),
     "walk_params": (WALK,),
     "checkpoint_tail_params": (CHECKPOINT_TAIL,),

@@ -10,6 +10,7 @@ from kdacore_cuda.kernel_parameters import (
     GATED_DELTA_BACKWARD,
     GATED_DELTA_BACKWARD_SEGMENTS,
     GATED_DELTA_BESIDE,
+    GATED_DELTA_RECORDS,
     GATED_DELTA_SEGMENTS,
     SUMS,
     ParamStruct,
@@ -39,8 +40,14 @@ def _made(name: str, params: ParamStruct, of: Variant, macros: tuple[tuple[str, 
 
 
 def records_kernel(of: Variant = WIDE) -> Kernel:
-    """The record of every chunk and value head: a block for each chunk and key head."""
-    return _kernel("chunk_records", GATED_DELTA, of)
+    """The record of every chunk and value head, by :func:`records_blocks` blocks."""
+    return _kernel("chunk_records", GATED_DELTA_RECORDS, of)
+
+
+def records_blocks(units: int, multiprocessors: int) -> int:
+    """Blocks of :func:`records_kernel`, each of which makes one of the ``units`` (chunks of key heads) after another:
+    as many as run at the same time, two on a multiprocessor."""
+    return min(units, 2 * multiprocessors)
 
 
 RECORD_PLACES = 2

@@ -14,6 +14,7 @@ from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import chunk_numbers, chunk_slots
 from kdacore_cuda.forms.gated_delta.kernels import (
     records_beside_kernel,
+    records_blocks,
     records_blocks_beside,
     records_kernel,
     to_checkpoints_kernel,
@@ -96,7 +97,7 @@ def call_numbers(r: Request, for_backward: bool) -> dict[str, Any]:
         "V": r.V,
         "g_type": type_code(r, "g"),
         "units": slots * r.H,
-        "record_blocks": slots * r.H,
+        "record_blocks": records_blocks(slots * r.H, multiprocessors_of(r)),
     }
     if for_backward:
         numbers["flags"] |= FLAGS["NONZERO_BETA"]

@@ -8,9 +8,8 @@
 // Grid: one block for each multiprocessor that the second launch leaves free, or fewer. Eight warps for each of two
 // places make one unit after another, in the order of unit_order.cuh; the places do not wait for each other.
 // Synchronisation: barriers of a place's threads. A record's flags are raised once it has arrived in device memory: the
-// warp that stored it waits for that while the next unit's tiles come, or the next record is begun.
+// warp that stored it waits for that while the next record is begun.
 #include "sm90/gated_delta/place_threads.cuh"
-#include "sm90/gated_delta/unit_order.cuh"
 
 constexpr int PLACES = 2, THREADS = PLACES * UNIT_THREADS;
 // On 1024 bytes, as images are.
@@ -28,21 +27,7 @@ KDA_KERNEL(THREADS, 1) chunk_records_beside(KDA_PARAM GatedDeltaBesideParams p) 
     sync_block();
   }
   const int place = uniform(thread_index() / UNIT_THREADS);
-  KeyUnit u;
-  const auto unit = [&] { return u; };
-  PlaceThreads<PLACES, decltype(unit)> threads = {p, thread_index() % UNIT_THREADS, place, unit};
-  const u32 shared = shared_address(memory) + place * PLACE_PITCH;
-  clear_images(shared, threads.thread);
-#pragma unroll 1
-  for (int position = block_index() + place * grid_blocks();; position += PLACES * grid_blocks()) {
-    const OrderedUnit x = find_ordered_unit(p, table, p.N, position);
-    if (x.past) break;
-    u = x.unit;
-    if (!u.rows) continue;
-    const TokenInputs inputs = fetch_unit(p, u, shared, threads.thread);
-    threads.end_record_before();
-    make_records(p, inputs, shared, threads);
-    threads.sync();  // tiles, gates and records have been read
-  }
-  threads.end_record_before();
+  PlaceThreads<PLACES> threads = {p, thread_index() % UNIT_THREADS, place, table,
+                                  block_index() + place * grid_blocks()};
+  make_records(p, shared_address(memory) + place * PLACE_PITCH, threads);
 }

@@ -81,17 +81,11 @@ __device__ __forceinline__ void make_barriers(u32 shared) {
 
 // The unit of a stage of `keys`.
 __device__ __forceinline__ void store_unit(u32 shared, u32 slot, const KeyUnit& x) {
-  const u32 to = shared + OFFSET(SharedMemory, unit) + slot * (u32)sizeof(KeyUnit);
-  store_shared(to, (u32)x.h, (u32)x.rows, (u32)x.slot, (u32)(x.slot >> 32));
-  store_shared(to + 16, (u32)x.batch, (u32)(x.batch >> 32), (u32)x.first, (u32)(x.first >> 32));
+  store_key_unit(shared + OFFSET(SharedMemory, unit) + slot * (u32)sizeof(KeyUnit), x);
 }
 __device__ __forceinline__ KeyUnit load_unit(u32 shared, u32 slot) {
-  const u32 from = shared + OFFSET(SharedMemory, unit) + slot * (u32)sizeof(KeyUnit);
-  const uint4 x = load_shared_u4(from), y = load_shared_u4(from + 16);
-  const auto join = [](u32 low, u32 high) { return (long long)((u64)high << 32 | low); };
-  return {(int)x.x, (int)x.y, join(x.z, x.w), join(y.x, y.y), join(y.z, y.w)};
+  return load_key_unit(shared + OFFSET(SharedMemory, unit) + slot * (u32)sizeof(KeyUnit));
 }
-static_assert(sizeof(KeyUnit) == 32, "two pieces of 16 bytes");
 
 // A lane of a computing warp. `block`: which 16 of the chunk's tokens are the warp's rows.
 struct Lane {

@@ -1,15 +1,17 @@
-// The records of a chunk and key head (record.cuh), by 256 threads. v is not read.
+// The records of chunks and key heads (record.cuh), one such unit after another, by 256 threads. v is not read.
 //
 // Two teams of four warps, a warpgroup each, make the records of every other value head. A team computes the
 // products of the chunk's tokens, k k^T and q k^T, anew for each of these, from tiles that stay in shared memory: they
-// come to the registers that need them, and teams meet only where tiles come. A warp has 16 rows of the triangular
+// come to the registers that need them. Teams meet where tiles come, and where both have read them for the last time:
+// the next unit's tiles then come while the last records are completed. A warp has 16 rows of the triangular
 // system, whose diagonal block it inverts, the same rows of a, and a block column of the inverse. A team's last warp,
 // which has no block column, makes decays, betas and the factors of tokens. Records leave as bulk copies.
 //
-// Template parameter `Threads`, of the 256 threads that a kernel gives to a unit:
+// Template parameter `Threads`, of the 256 threads that a kernel gives to units:
 //
 //   thread                  this thread's number among them
-//   unit()                  the unit
+//   next()                  the next unit that has tokens, without rows behind the last; by all threads for the first
+//                           one, by all lanes of one warp from then on
 //   sync(), sync_team(i)    barriers of all of them, and of those of half i
 //   leaves(record)          its copy to device memory has been requested; by all threads of a half
 //   end_record_before()     a good place to wait for the copy of the record that left last; by all lanes of warps
@@ -35,10 +37,14 @@ static_assert(sizeof(TeamMemory) % 1024 == 0, "images lie on 1024 bytes");
 struct UnitMemory {
   TileImage k, q;
   TeamMemory teams[TEAMS];
+  // Of the records in the making. Those in the records themselves are written once the ones before have left.
+  KeyScalars norms[TEAMS];
+  HeadScalars gates[TEAMS];
+  KeyUnit units[2];  // by turns
 };
 // A warp's place in a unit: its team's memory, its rows.
 struct TeamWarp {
-  u32 memory;
+  u32 memory, norms, gates;
   int team, row_block, lane;
   __device__ __forceinline__ u32 images() const { return memory + OFFSET(TeamMemory, record.images); }
   __device__ __forceinline__ u32 factors() const { return memory + OFFSET(TeamMemory, record.factors); }
@@ -47,10 +53,14 @@ struct TeamWarp {
   __device__ __forceinline__ u32 system() const { return memory + OFFSET(TeamMemory, system); }
   __device__ __forceinline__ bool makes_factors() const { return row_block == FACTOR_WARP; }
   __device__ __forceinline__ bool copies_out() const { return makes_factors() && lane == 0; }
+  // A warp of the team that has fewer records, with the fewest weights.
+  __device__ __forceinline__ bool finds_units() const { return team == TEAMS - 1 && row_block == 0; }
 };
 __device__ __forceinline__ TeamWarp team_warp(u32 shared, int thread) {
   const int warp = uniform(thread >> 5), team = warp / TEAM_WARPS;
-  return {shared + OFFSET(UnitMemory, teams) + team * (u32)sizeof(TeamMemory), team, warp % TEAM_WARPS,
+  return {shared + OFFSET(UnitMemory, teams) + team * (u32)sizeof(TeamMemory),
+          shared + OFFSET(UnitMemory, norms) + team * (u32)sizeof(KeyScalars),
+          shared + OFFSET(UnitMemory, gates) + team * (u32)sizeof(HeadScalars), team, warp % TEAM_WARPS,
           thread & 31};
 }
 
@@ -167,13 +177,13 @@ __device__ __forceinline__ TokenInputs load_inputs(const GatedDeltaParams& p, co
 struct TokenGates {
   float sum[2], beta[2];
 };
-__device__ __forceinline__ TokenGates sum_gates(const GatedDeltaParams& p, const KeyUnit& u,
-                                                const TokenInputs& x, int lane) {
+__device__ __forceinline__ TokenGates sum_gates(const GatedDeltaParams& p, int rows, const TokenInputs& x,
+                                                int lane) {
   const HeadGate gate = make_gate(p, x.A_log, x.bias);
   TokenGates y;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const bool real = 2 * lane + i < u.rows;
+    const bool real = 2 * lane + i < rows;
     y.sum[i] = real ? log2_decay(p, gate, from_bits(x.g[i], p.g_type)) : 0.0f;
     y.beta[i] = real ? activate_beta(p, from_bits(x.beta[i], p.beta_type)) : 0.0f;
   }
@@ -182,23 +192,26 @@ __device__ __forceinline__ TokenGates sum_gates(const GatedDeltaParams& p, const
 }
 
 __device__ __forceinline__ void store_gates(const TokenGates& gates, const TeamWarp& w) {
-  const u32 row = w.head() + 8 * w.lane;
+  const u32 row = w.gates + 8 * w.lane;
   store_shared(row + OFFSET(HeadScalars, sum), gates.sum[0], gates.sum[1]);
   store_shared(row + OFFSET(HeadScalars, beta), gates.beta[0], gates.beta[1]);
 }
-// One warp.
-__device__ __forceinline__ void make_factors(const TokenGates& gates, const TeamWarp& w) {
-  const float(&sum)[2] = gates.sum, (&beta)[2] = gates.beta;
-  const float last = shuffle(sum[1], 31);
-  const u32 row = w.key() + 8 * w.lane;
-  const float2 k_norm = load_shared2(row + OFFSET(KeyScalars, k_norm)),
-               q_factor = load_shared2(row + OFFSET(KeyScalars, q_factor));
-  const float decay[2] = {exp2_fast(sum[0]), exp2_fast(sum[1])};
-  const u32 factors = w.factors() + factor_offset(w.lane);
+// One warp. Also what the backward needs of the tokens.
+__device__ __forceinline__ void make_factors(const TeamWarp& w) {
+  const u32 tokens = 8 * w.lane, factors = w.factors() + factor_offset(w.lane);
+  const float2 sum = load_shared2(w.gates + OFFSET(HeadScalars, sum) + tokens),
+               beta = load_shared2(w.gates + OFFSET(HeadScalars, beta) + tokens),
+               k_norm = load_shared2(w.norms + OFFSET(KeyScalars, k_norm) + tokens),
+               q_factor = load_shared2(w.norms + OFFSET(KeyScalars, q_factor) + tokens);
+  const float last = shuffle(sum.y, 31), decay[2] = {exp2_fast(sum.x), exp2_fast(sum.y)};
   store_shared(factors + OFFSET(RecordFactors, state), decay[0] * k_norm.x, decay[1] * k_norm.y);
   store_shared(factors + OFFSET(RecordFactors, output), decay[0] * q_factor.x, decay[1] * q_factor.y);
-  store_shared(factors + OFFSET(RecordFactors, to_end), beta[0] * k_norm.x * exp2_fast(last - sum[0]),
-               beta[1] * k_norm.y * exp2_fast(last - sum[1]));
+  store_shared(factors + OFFSET(RecordFactors, to_end), beta.x * k_norm.x * exp2_fast(last - sum.x),
+               beta.y * k_norm.y * exp2_fast(last - sum.y));
+  store_shared(w.head() + OFFSET(HeadScalars, sum) + tokens, sum.x, sum.y);
+  store_shared(w.head() + OFFSET(HeadScalars, beta) + tokens, beta.x, beta.y);
+  store_shared(w.key() + OFFSET(KeyScalars, k_norm) + tokens, k_norm.x, k_norm.y);
+  store_shared(w.key() + OFFSET(KeyScalars, q_factor) + tokens, q_factor.x, q_factor.y);
   if (w.lane < 4)
     store_shared(w.factors() + OFFSET(RecordFactors, last) + 4 * w.lane, __float_as_uint(exp2_fast(last)));
 }
@@ -216,7 +229,7 @@ struct RowWeights {
   float diagonal[2][4], column[C / 16 - 1][2][2], row[2];
 };
 __device__ __forceinline__ void make_weights(RowWeights& to, const TeamWarp& w) {
-  const u32 sums = w.head() + OFFSET(HeadScalars, sum);
+  const u32 sums = w.gates + OFFSET(HeadScalars, sum);
   const float first = load_shared1(sums + 64 * w.row_block);
   float sum[2];
   load_row_pair(sum, sums, w);
@@ -228,8 +241,8 @@ __device__ __forceinline__ void make_weights(RowWeights& to, const TeamWarp& w) 
   };
   const auto load = [&](int j, int n) {
     const u32 at = 4 * (16 * j + 8 * n + 2 * (w.lane & 3));
-    const float2 y = load_shared2(sums + at), beta = load_shared2(w.head() + OFFSET(HeadScalars, beta) + at),
-                 norm = load_shared2(w.key() + OFFSET(KeyScalars, k_norm) + at);
+    const float2 y = load_shared2(sums + at), beta = load_shared2(w.gates + OFFSET(HeadScalars, beta) + at),
+                 norm = load_shared2(w.norms + OFFSET(KeyScalars, k_norm) + at);
     return Columns{{y.x, y.y}, {beta.x * norm.x, beta.y * norm.y}};
   };
 #pragma unroll
@@ -275,7 +288,7 @@ __device__ __forceinline__ void weigh_left(float (&to)[2][4], const RowProducts&
 __device__ __forceinline__ void make_system(const RowProducts& keys, float (&diagonal)[2][4],
                                             const RowWeights& weights, const TeamWarp& w) {
   float row[2];
-  load_row_pair(row, w.key() + OFFSET(KeyScalars, k_norm), w);
+  load_row_pair(row, w.norms + OFFSET(KeyScalars, k_norm), w);
   weigh_diagonal(diagonal, weights, row, 0, w.lane);
   store_diagonal(w.system(), w.row_block, diagonal, w.lane);
   row[0] *= weights.row[0], row[1] *= weights.row[1];
@@ -297,7 +310,7 @@ __device__ __forceinline__ void make_a(const RowProducts& queries, const RowWeig
     store_matrix4(tiles_by_column(a, w.row_block, j, w.lane), rounded);
   };
   float row[2], x[2][4];
-  load_row_pair(row, w.key() + OFFSET(KeyScalars, q_factor), w);
+  load_row_pair(row, w.norms + OFFSET(KeyScalars, q_factor), w);
   take_diagonal(x, queries, w.row_block);
   weigh_diagonal(x, weights, row, 1, w.lane);
   store(w.row_block, x);
@@ -310,51 +323,8 @@ __device__ __forceinline__ void make_a(const RowProducts& queries, const RowWeig
   }
 }
 
-// One value head. `record`: its number, slot * HV + value head; `first`: of the team's in this unit, norms are not
-// there yet; `gates`: of the warp that makes factors, which has stored them.
-template <class Threads>
-__device__ __forceinline__ void make_record(const GatedDeltaParams& p, Threads& threads, u32 shared,
-                                            const TokenGates& gates, long long record, bool first,
-                                            const TeamWarp& w) {
-  const u32 t = w.images() + OFFSET(RecordImages, t), k = shared + OFFSET(UnitMemory, k),
-            q = shared + OFFSET(UnitMemory, q);
-  RowProducts keys, queries;
-  float diagonal[2][4];
-  ask_products(keys, k, shared);
-  float k_square[2], q_square[2];
-  if (first) square_rows(q_square, q, w);
-  await_products(keys);
-  take_diagonal(diagonal, keys, w.row_block);
-  if (first) {
-    take_squares(k_square, diagonal, w.lane);
-    store_norms(p, w.key() + OFFSET(KeyScalars, k_norm), k_square, 1.0f, w);
-    store_norms(p, w.key() + OFFSET(KeyScalars, q_factor), q_square, p.scale, w);
-    threads.sync_team(w.team);
-  }
-  RowWeights weights;
-  make_weights(weights, w);
-  make_system(keys, diagonal, weights, w);
-  ask_products(queries, q, shared);
-  sync_warp();
-  threads.end_record_before();
-  invert_diagonal(w.system(), t, w.row_block, w.lane);
-  await_products(queries);
-  threads.sync_team(w.team);
-  make_a(queries, weights, w);
-  if (w.makes_factors()) make_factors(gates, w);
-  merge_column(w.system(), t, w.row_block, w.lane);
-  fence_async_proxy();
-  threads.sync_team(w.team);
-  if (w.copies_out()) {
-    copy_out(reinterpret_cast<void*>(p.records + (u64)record * RECORD_BYTES), w.images(), RECORD_BYTES);
-    copy_out_commit();
-  }
-  threads.leaves(record);
-}
-
 // Blocks of t and a above the diagonal are zero, once for all records that the threads make.
-__device__ __forceinline__ void clear_images(u32 shared, int thread) {
-  const TeamWarp w = team_warp(shared, thread);
+__device__ __forceinline__ void clear_images(const TeamWarp& w) {
 #pragma unroll
   for (int j = 1; j < C / 16; ++j) {
     if (j <= w.row_block) continue;
@@ -368,51 +338,120 @@ __device__ __forceinline__ void clear_images(u32 shared, int thread) {
 struct HeadRange {
   int first, beyond;
 };
-__device__ __forceinline__ HeadRange value_heads(const GatedDeltaParams& p, const KeyUnit& u) {
+__device__ __forceinline__ HeadRange value_heads(const GatedDeltaParams& p, int h) {
   const int group = divide(p.HV, p.h_factor, p.h_shift);
-  return {u.h * group, (u.h + 1) * group};
+  return {h * group, (h + 1) * group};
 }
 
-// Requests a unit's tiles and loads the inputs of a team's first value head.
-__device__ __forceinline__ TokenInputs fetch_unit(const GatedDeltaParams& p, const KeyUnit& u, u32 shared,
-                                                  int thread) {
+__device__ __forceinline__ void fetch_tiles(const GatedDeltaParams& p, const KeyUnit& u, u32 shared,
+                                            int thread) {
   fetch_tile(shared + OFFSET(UnitMemory, k), key_tile(p, u), 2 * p.k_st, u.rows, thread, channels_of(p));
   fetch_tile(shared + OFFSET(UnitMemory, q), query_tile(p, u), 2 * p.q_st, u.rows, thread, channels_of(p));
   copy_async_commit();
-  const TeamWarp w = team_warp(shared, thread);
-  const HeadRange heads = value_heads(p, u);
-  TokenInputs inputs;
-  if (w.makes_factors() && heads.first + w.team < heads.beyond)
-    inputs = load_inputs(p, u, heads.first + w.team, w.lane);
-  return inputs;
 }
 
-// `inputs`: of fetch_unit.
+// A record up to its system, while products of keys come, then products of queries beside the inverses of the system's
+// diagonal blocks. `first`: of the team's in this unit, norms are not there yet.
 template <class Threads>
-__device__ __forceinline__ void make_records(const GatedDeltaParams& p, TokenInputs inputs, u32 shared,
-                                             Threads& threads) {
-  const TeamWarp w = team_warp(shared, threads.thread);
-  const HeadRange own = value_heads(p, threads.unit());
-  int head = own.first + w.team;
-  TokenGates gates;
-#pragma unroll 1
-  for (bool first = true; first || head < own.beyond; first = false, head += TEAMS) {
-    if (w.makes_factors() && head < own.beyond) {
-      gates = sum_gates(p, threads.unit(), inputs, w.lane);
-      if (w.copies_out()) copy_out_wait_read<0>();
-      sync_warp();
-      store_gates(gates, w);
-      if (head + TEAMS < own.beyond) inputs = load_inputs(p, threads.unit(), head + TEAMS, w.lane);
-    }
-    if (first) {
-      copy_async_wait<0>();
-      fence_async_proxy();  // products read what has come by ordinary copies
-      threads.sync();
-      if (head >= own.beyond) break;
-    } else {
-      threads.sync_team(w.team);
-    }
-    make_record(p, threads, shared, gates, threads.unit().slot * p.HV + head, first, w);
+__device__ __forceinline__ void begin_record(const GatedDeltaParams& p, Threads& threads, u32 shared,
+                                             RowProducts& products, RowWeights& weights, bool first,
+                                             const TeamWarp& w) {
+  const u32 q = shared + OFFSET(UnitMemory, q);
+  float diagonal[2][4], k_square[2], q_square[2];
+  if (first) square_rows(q_square, q, w);
+  await_products(products);
+  take_diagonal(diagonal, products, w.row_block);
+  if (first) {
+    take_squares(k_square, diagonal, w.lane);
+    store_norms(p, w.norms + OFFSET(KeyScalars, k_norm), k_square, 1.0f, w);
+    store_norms(p, w.norms + OFFSET(KeyScalars, q_factor), q_square, p.scale, w);
   }
+  if (w.copies_out()) copy_out_wait_read<0>();  // of the record before
+  threads.sync_team(w.team);
+  make_weights(weights, w);
+  make_system(products, diagonal, weights, w);
+  ask_products(products, q, shared);
+  sync_warp();
+  threads.end_record_before();
+  invert_diagonal(w.system(), w.images() + OFFSET(RecordImages, t), w.row_block, w.lane);
+  await_products(products);
+}
+// What remains, besides a, once all warps have come so far. `record`: its number, slot * HV + value head.
+template <class Threads>
+__device__ __forceinline__ void complete_record(const GatedDeltaParams& p, Threads& threads, long long record,
+                                                const TeamWarp& w) {
+  if (w.makes_factors()) make_factors(w);
+  merge_column(w.system(), w.images() + OFFSET(RecordImages, t), w.row_block, w.lane);
+  fence_async_proxy();
+  threads.sync_team(w.team);
+  if (w.copies_out()) {
+    copy_out(reinterpret_cast<void*>(p.records + (u64)record * RECORD_BYTES), w.images(), RECORD_BYTES);
+    copy_out_commit();
+  }
+  threads.leaves(record);
+}
+
+// A unit whose tiles have come. `own`, `next`: places of this unit and of the next one, whose tiles it requests. Returns
+// whether there is one.
+template <class Threads>
+__device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 own, u32 next, u32 shared,
+                                          Threads& threads, int thread, const TeamWarp& w) {
+  const HeadRange heads = value_heads(p, load_key_unit(own).h);
+  int head = heads.first + w.team;
+#pragma unroll 1
+  for (bool first = true;; first = false) {
+    const bool has_head = head < heads.beyond, last = head + TEAMS >= heads.beyond;
+    RowProducts products;
+    RowWeights weights;
+    if (has_head) ask_products(products, shared + OFFSET(UnitMemory, k), shared);
+    if (first && w.finds_units()) {
+      const KeyUnit u = threads.next();
+      if (w.lane == 0) store_key_unit(next, u);
+    }
+    if (has_head) begin_record(p, threads, shared, products, weights, first, w);
+    if (last)
+      threads.sync();
+    else
+      threads.sync_team(w.team);
+    if (has_head) make_a(products, weights, w);
+    const long long record = load_key_unit(own).slot * p.HV + head;
+    const KeyUnit u = load_key_unit(last ? next : own);
+    if (last && u.rows) fetch_tiles(p, u, shared, thread);
+    head = last ? value_heads(p, u.h).first + w.team : head + TEAMS;
+    const bool makes_gates = w.makes_factors() && u.rows && head < value_heads(p, u.h).beyond;
+    TokenInputs inputs;
+    if (makes_gates) inputs = load_inputs(p, u, head, w.lane);
+    if (has_head) complete_record(p, threads, record, w);
+    if (makes_gates) store_gates(sum_gates(p, u.rows, inputs, w.lane), w);
+    if (last) return u.rows;
+  }
+}
+
+// The records of all units that `threads` finds.
+template <class Threads>
+__device__ __forceinline__ void make_records(const GatedDeltaParams& p, u32 shared, Threads& threads) {
+  const TeamWarp w = team_warp(shared, threads.thread);
+  const KeyUnit u = threads.next();
+  if (!u.rows) return;
+  fetch_tiles(p, u, shared, threads.thread);
+  const int head = value_heads(p, u.h).first + w.team;
+  if (w.makes_factors() && head < value_heads(p, u.h).beyond)
+    store_gates(sum_gates(p, u.rows, load_inputs(p, u, head, w.lane), w.lane), w);
+  u32 own = shared + OFFSET(UnitMemory, units), next = own + (u32)sizeof(KeyUnit);
+  if (threads.thread == 0) store_key_unit(own, u);
+  clear_images(w);
+  bool more = true;
+#pragma unroll 1
+  while (more) {
+    copy_async_wait<0>();
+    fence_async_proxy();  // products read what has come by ordinary copies
+    threads.sync();
+    // Addresses that depend on the thread are computed again: not enough registers keep them all.
+    const int thread = opaque(threads.thread);
+    more = make_unit(p, own, next, shared, threads, thread, team_warp(shared, thread));
+    const u32 free = own;
+    own = next, next = free;
+  }
+  threads.end_record_before();
   if (w.copies_out()) copy_out_wait_read<0>();
 }

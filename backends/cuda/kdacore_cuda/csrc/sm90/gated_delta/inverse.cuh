@@ -1,10 +1,12 @@
 // The inverse of a chunk's unit lower triangle: float32 substitution inside blocks of 16, block columns merged on the
 // matrix unit with operands in two bfloat16 parts (about 16 bits). Four warps; warp r stores rows 16r to 16r + 15 of
-// the system, inverts their diagonal block and, after a barrier of the four, merges block column r.
+// the system, inverts their diagonal block, multiplies the blocks left of it and, after a barrier of the four, merges
+// block column r.
 //
 // With L the system and D the inverses of its diagonal blocks, block column c of the inverse is X_c = D_c,
-// X_b = -D_b (sum over c <= m < b of L_bm X_m). X is kept transposed, so that each sum is the next product's left
-// operand. D replaces the system's diagonal blocks; until then these are in float32, in the same places.
+// X_b = sum over c <= m < b of W_bm X_m, with W_bm = -D_b L_bm. X is kept transposed, so that each sum is the next
+// product's left operand. W and D replace the system's blocks; until then those on the diagonal are in float32, in the
+// same places.
 #pragma once
 
 #include "common/mma_operands.cuh"
@@ -108,6 +110,29 @@ __device__ __forceinline__ void invert_diagonal(u32 system, u32 t, int block, in
   store_shared(image, rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 
+// W of a block row, from its D.
+__device__ __forceinline__ void multiply_row(u32 system, int b, int lane) {
+  if (!b) return;
+  sync_warp();  // D has been stored
+  Split d;
+  load_matrix4(d.high, lower_by_column(system, b, b, lane));
+  load_matrix4(d.low, lower_by_column(system, b, b, lane) + TO_LOW);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d.high[i] ^= 0x80008000, d.low[i] ^= 0x80008000;
+#pragma unroll
+  for (int m = 0; m < 3; ++m) {
+    if (m >= b) break;
+    const u32 at = lower_by_column(system, b, m, lane);
+    u32 high[4], low[4];
+    load_matrix4_transposed(high, at);
+    load_matrix4_transposed(low, at + TO_LOW);
+    float w[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) mma_split(w[n], d, high[2 * n], high[2 * n + 1], low[2 * n], low[2 * n + 1]);
+    store_below(system, b, m, w, lane);
+  }
+}
+
 // d += x y^T. `y`: where the lane finds its row of high parts.
 __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u32 y) {
   u32 high[4], low[4];
@@ -125,15 +150,9 @@ __device__ __forceinline__ void merge_column(u32 system, u32 t, int c, int lane)
 #pragma unroll
   for (int b = 1; b < 4; ++b) {
     if (c + b > 3) break;
-    float sum[2][4] = {}, found[2][4] = {};
+    float found[2][4] = {};
 #pragma unroll
-    for (int m = 0; m < b; ++m) add_product(sum, x[m], lower_by_row(system, c + b, c + m, lane));
-    add_product(found, split_tiles(sum[0], sum[1]), lower_by_row(system, c + b, c + b, lane));
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) found[n][e] = -found[n][e];
-    }
+    for (int m = 0; m < b; ++m) add_product(found, x[m], lower_by_row(system, c + b, c + m, lane));
     if (b < 3) x[b] = split_tiles(found[0], found[1]);
     u32 rounded[4];
     pack_tiles(found[0], found[1], rounded);

@@ -42,6 +42,7 @@ struct UnitMemory {
   HeadScalars gates[TEAMS];
   KeyUnit units[2];  // by turns
 };
+static_assert(OFFSET(UnitMemory, units) % sizeof(KeyUnit[2]) == 0, "one's address is the other's with one bit changed");
 // A warp's place in a unit: its team's memory, its rows.
 struct TeamWarp {
   u32 memory, norms, gates;
@@ -374,13 +375,13 @@ __device__ __forceinline__ void begin_record(const GatedDeltaParams& p, Threads&
   sync_warp();
   threads.end_record_before();
   invert_diagonal(w.system(), w.images() + OFFSET(RecordImages, t), w.row_block, w.lane);
+  multiply_row(w.system(), w.row_block, w.lane);
   await_products(products);
 }
-// What remains, besides a, once all warps have come so far. `record`: its number, slot * HV + value head.
+// What remains, besides a and factors, once all warps have come so far. `record`: its number, slot * HV + value head.
 template <class Threads>
 __device__ __forceinline__ void complete_record(const GatedDeltaParams& p, Threads& threads, long long record,
                                                 const TeamWarp& w) {
-  if (w.makes_factors()) make_factors(w);
   merge_column(w.system(), w.images() + OFFSET(RecordImages, t), w.row_block, w.lane);
   fence_async_proxy();
   threads.sync_team(w.team);
@@ -391,11 +392,12 @@ __device__ __forceinline__ void complete_record(const GatedDeltaParams& p, Threa
   threads.leaves(record);
 }
 
-// A unit whose tiles have come. `own`, `next`: places of this unit and of the next one, whose tiles it requests. Returns
+// A unit whose tiles have come. `own`: its place; the other one is that of the next unit, whose tiles it requests. Returns
 // whether there is one.
 template <class Threads>
-__device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 own, u32 next, u32 shared,
+__device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 own, u32 shared,
                                           Threads& threads, int thread, const TeamWarp& w) {
+  const u32 next = own ^ (u32)sizeof(KeyUnit);
   const HeadRange heads = value_heads(p, load_key_unit(own).h);
   int head = heads.first + w.team;
 #pragma unroll 1
@@ -421,8 +423,10 @@ __device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 own, u3
     const bool makes_gates = w.makes_factors() && u.rows && head < value_heads(p, u.h).beyond;
     TokenInputs inputs;
     if (makes_gates) inputs = load_inputs(p, u, head, w.lane);
-    if (has_head) complete_record(p, threads, record, w);
+    if (has_head && w.makes_factors()) make_factors(w);
+    // Those of the next record, while other warps merge.
     if (makes_gates) store_gates(sum_gates(p, u.rows, inputs, w.lane), w);
+    if (has_head) complete_record(p, threads, record, w);
     if (last) return u.rows;
   }
 }
@@ -437,7 +441,7 @@ __device__ __forceinline__ void make_records(const GatedDeltaParams& p, u32 shar
   const int head = value_heads(p, u.h).first + w.team;
   if (w.makes_factors() && head < value_heads(p, u.h).beyond)
     store_gates(sum_gates(p, u.rows, load_inputs(p, u, head, w.lane), w.lane), w);
-  u32 own = shared + OFFSET(UnitMemory, units), next = own + (u32)sizeof(KeyUnit);
+  u32 own = shared + OFFSET(UnitMemory, units);
   if (threads.thread == 0) store_key_unit(own, u);
   clear_images(w);
   bool more = true;
@@ -447,10 +451,9 @@ __device__ __forceinline__ void make_records(const GatedDeltaParams& p, u32 shar
     fence_async_proxy();  // products read what has come by ordinary copies
     threads.sync();
     // Addresses that depend on the thread are computed again: not enough registers keep them all.
-    const int thread = opaque(threads.thread);
-    more = make_unit(p, own, next, shared, threads, thread, team_warp(shared, thread));
-    const u32 free = own;
-    own = next, next = free;
+    const int thread = threads.thread = opaque(threads.thread);
+    more = make_unit(p, own, shared, threads, thread, team_warp(shared, thread));
+    own ^= (u32)sizeof(KeyUnit);
   }
   threads.end_record_before();
   if (w.copies_out()) copy_out_wait_read<0>();

@@ -34,7 +34,7 @@ LOWEST_STEP, LEAST_BETA = -126.0, 2.0**-64
 """The lowest log2 decay of a token; the smallest beta with the flag ``NONZERO_BETA``."""
 
 _RECORD = np.dtype(
-    [(name, "u1", (2 * C * C,)) for name in MATRICES]
+    [(name, "u2", (10, 16, 2, 8)) for name in MATRICES]
     + [(name, "f4", (4, 20)) for name in FACTORS]
     + [("last", "f4", (4,)), ("unused", "f4", (12,))]
     + [(name, "f4", (C,)) for name in SCALARS]
@@ -131,10 +131,10 @@ def reverse(
 
 
 def pack_records(work: Work) -> torch.Tensor:
-    """uint8 ``[slots, HV, RECORD_BYTES]``; what no matrix or number fills is NaN."""
+    """uint8 ``[slots, HV, RECORD_BYTES]``; what no number fills is NaN."""
     found = np.zeros(work["last"].shape, _RECORD)
     for name in MATRICES:
-        found[name] = chunk_model.to_images(work[name]).view(torch.uint8).numpy()
+        found[name] = _lower_blocks(work[name])
     for name in FACTORS:
         found[name] = np.nan
         found[name][..., :16] = _in_factor_order(work[name])
@@ -149,13 +149,38 @@ def unpack_records(data: torch.Tensor) -> Work:
     found = np.ascontiguousarray(data.numpy()).view(_RECORD)[..., 0]
     work = {}
     for name in MATRICES:
-        images = torch.from_numpy(np.ascontiguousarray(found[name])).view(torch.bfloat16)
-        work[name] = chunk_model.from_images(images, C, C)
+        work[name] = _from_lower_blocks(np.ascontiguousarray(found[name]))
     for name in FACTORS:
         x = found[name][..., :16].astype(np.float64)
         work[name] = np.swapaxes(x.reshape(*x.shape[:-1], 8, 2), -3, -2).reshape(*x.shape[:-2], C)
     work["last"] = found["last"][..., 0].astype(np.float64)
     return work | {name: found[name].astype(np.float64) for name in SCALARS}
+
+
+# Blocks of 16 by 16 on and below the diagonal, column by column. In rows 4 to 7 and 12 to 15 of a block both halves are
+# exchanged.
+_PLACES = [(row, column) for column in range(4) for row in range(column, 4)]
+_EXCHANGED = (np.arange(16) >> 2 & 1).astype(bool)
+
+
+def _lower_blocks(x: F64) -> Any:
+    blocks = np.stack(
+        [x[..., 16 * row : 16 * row + 16, 16 * column : 16 * column + 16] for row, column in _PLACES], -3
+    )
+    blocks = blocks.reshape(*blocks.shape[:-1], 2, 8)
+    blocks[..., _EXCHANGED, :, :] = blocks[..., _EXCHANGED, ::-1, :]
+    return torch.from_numpy(blocks).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def _from_lower_blocks(data: Any) -> F64:
+    blocks = torch.from_numpy(data).view(torch.bfloat16).double().numpy()
+    blocks[..., _EXCHANGED, :, :] = blocks[..., _EXCHANGED, ::-1, :]
+    x = np.zeros((*blocks.shape[:-4], C, C))
+    x[np.isnan(blocks).any((-4, -3, -2, -1))] = np.nan
+    for i, (row, column) in enumerate(_PLACES):
+        block = blocks[..., i, :, :, :].reshape(*x.shape[:-2], 16, 16)
+        x[..., 16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = block
+    return x
 
 
 def _in_factor_order(x: F64) -> F64:

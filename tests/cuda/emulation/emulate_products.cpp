@@ -137,19 +137,24 @@ void issue_shared(float* d, u64 a, u64 b, int tiles, bool transposed, bool add) 
   take_sums(d, tiles);
   me->products.push_back({d, nullptr, {}, a, b, tiles, transposed, add, false, me->commits});
 }
-u32 swizzled_place(u32 at) { return (u32)me->block->rank << 24 | (at ^ (at >> 7 & 7) << 4); }
+// Bytes of an operand's rows: 128, or 32 with the narrow swizzle.
+u32 row_bytes(u64 descriptor) { return descriptor >> 62 == 3 ? 32 : 128; }
+u32 swizzled_place(u32 at, u64 descriptor) {
+  return (u32)me->block->rank << 24 | (at ^ (at >> 7 & (row_bytes(descriptor) == 32 ? 1 : 7)) << 4);
+}
 u32 start_of(u64 descriptor) { return (u32)(descriptor & 0x3fff) << 4; }
 u32 group_of(u64 descriptor) { return (u32)(descriptor >> 32 & 0x3fff) << 4; }
 // f(the address of eight numbers of the right operand, their row of the sum, their first column, whether they go along the sum).
 template <class F>
 inline void each_operand_piece(const Product& p, F f) {
-  const u32 start = start_of(p.b), column = (u32)(p.b >> 16 & 0x3fff) << 4, group = group_of(p.b);
+  const u32 start = start_of(p.b), column = (u32)(p.b >> 16 & 0x3fff) << 4, group = group_of(p.b), row = row_bytes(p.b),
+            wide = row / 2;
   for (int outer = 0; outer < (p.transposed ? 16 : 8 * p.tiles); ++outer) {
     for (int inner = 0; inner < (p.transposed ? 8 * p.tiles : 16); inner += 8) {
       const int k = p.transposed ? outer : inner, n = p.transposed ? inner : outer;
-      const u32 at = p.transposed ? start + n / 64 * column + k / 8 * group + k % 8 * 128 + n % 64 * 2
-                                  : start + n / 8 * group + n % 8 * 128 + k * 2;
-      f(swizzled_place(at), k, n);
+      const u32 at = p.transposed ? start + n / wide * column + k / 8 * group + k % 8 * row + n % wide * 2
+                                  : start + n / 8 * group + n % 8 * row + k * 2;
+      f(swizzled_place(at, p.b), k, n);
     }
   }
 }
@@ -160,7 +165,7 @@ inline void each_left_piece(const Product& p, F f) {
   for (int row = 0; row < 16; ++row) {
     const int all = me->thread / 32 % 4 * 16 + row;
     for (int k = 0; k < 16; k += 8)
-      f(swizzled_place(start_of(p.left) + all / 8 * group_of(p.left) + all % 8 * 128 + k * 2), row, k);
+      f(swizzled_place(start_of(p.left) + all / 8 * group_of(p.left) + all % 8 * row_bytes(p.left) + k * 2, p.left), row, k);
   }
 }
 // Eight numbers that a product reads, which must not have changed since it was committed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kdacore_cuda.forms.backward.workspace import Buffer
 
-RECORD_BYTES = 2 * 64 * 64 * 2 + 1024 + 4 * 64 * 4
+RECORD_BYTES = 2 * 10 * 16 * 16 * 2 + 1024 + 4 * 64 * 4
 """``ChunkRecord`` of csrc/sm90/gated_delta/record.cuh."""
 UNIT_ARRAYS = ("records", "u", "states", "state_grads")
 """csrc/sm90/gated_delta/backward_workspace.cuh says what they hold."""

@@ -37,5 +37,6 @@ KDA_KERNEL(UNIT_THREADS, 2) chunk_records(KDA_PARAM GatedDeltaRecordsParams p) {
   wait_for_inputs();
   launch_dependents();  // walk_records waits for this launch as a whole
   BlockThreads threads = {p, thread_index(), block_index()};
-  make_records(p, shared_address(memory), threads);
+  // An address in a register, not one computed anew: otherwise 24 bytes are spilled.
+  make_records(p, (u32)opaque((int)shared_address(memory)), threads);
 }

@@ -11,8 +11,7 @@
 
 #include "common/mma_operands.cuh"
 #include "sm90/bulk_copies.cuh"
-#include "sm90/chunk_backward/workspace.cuh"
-#include "sm90/gated_delta/tile_places.cuh"
+#include "sm90/gated_delta/lower_columns.cuh"
 
 // The 16 x 16 blocks on and below the diagonal, by rows of blocks.
 struct LowerBlocks {
@@ -21,9 +20,6 @@ struct LowerBlocks {
 struct TriangularSystem {
   LowerBlocks high, low;
 };
-// Byte offset of half `half` of row `row`, from the start of a block of LowerBlocks: the same half of eight neighbouring
-// rows lies in different banks.
-__device__ __forceinline__ u32 block_piece(int row, int half) { return 32 * row + ((half ^ row >> 2 & 1) << 4); }
 __device__ __forceinline__ u32 lower_block(u32 blocks, int row_block, int column_block) {
   return blocks + 512 * (row_block * (row_block + 1) / 2 + column_block);
 }
@@ -83,7 +79,7 @@ __device__ __forceinline__ void invert_row(float (&x)[16], int j, At at) {
     }
   }
 }
-// D of a block, and the image of the inverse `t` there: zero on and above the diagonal. One row a lane, both halves of
+// D of a block, and the inverse `t` (LowerColumns) there: zero on and above the diagonal. One row a lane, both halves of
 // the warp compute the same; each stores half of the columns.
 __device__ __forceinline__ void invert_diagonal(u32 system, u32 t, int block, int lane) {
   const int j = lane & 15, half = lane >> 4;
@@ -106,7 +102,7 @@ __device__ __forceinline__ void invert_diagonal(u32 system, u32 t, int block, in
   const u32 to = lower_block(system, block, block) + block_piece(j, half);
   store_shared(to, high[0], high[1], high[2], high[3]);
   store_shared(to + TO_LOW, low[0], low[1], low[2], low[3]);
-  const u32 image = t + swizzled(16 * block + j, 2 * block + half);
+  const u32 image = lower_column_block(t, block, block) + block_piece(j, half);
   store_shared(image, rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 
@@ -142,7 +138,7 @@ __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& x, u3
   for (int n = 0; n < 2; ++n) mma_split(d[n], x, high[2 * n], high[2 * n + 1], low[2 * n], low[2 * n + 1]);
 }
 
-// Blocks of the inverse below block `c` of the diagonal, to the image `t`.
+// Blocks of the inverse below block `c` of the diagonal, to `t`.
 __device__ __forceinline__ void merge_column(u32 system, u32 t, int c, int lane) {
   Split x[3];
   load_matrix4_transposed(x[0].high, lower_by_row(system, c, c, lane));
@@ -156,6 +152,6 @@ __device__ __forceinline__ void merge_column(u32 system, u32 t, int c, int lane)
     if (b < 3) x[b] = split_tiles(found[0], found[1]);
     u32 rounded[4];
     pack_tiles(found[0], found[1], rounded);
-    store_matrix4_transposed(tiles_by_row(t, c + b, c, lane), rounded);
+    store_matrix4_transposed(lower_tiles_by_row(t, c + b, c, lane), rounded);
   }
 }

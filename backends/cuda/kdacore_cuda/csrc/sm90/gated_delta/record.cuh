@@ -15,6 +15,7 @@
 #pragma once
 
 #include "common/state_rows.cuh"
+#include "sm90/gated_delta/lower_columns.cuh"
 #include "sm90/gated_delta/head_dims.cuh"
 
 // A number of each token, in the order in which lanes of walk_records read them: a lane with columns 8j + 2t and 8j + 2t + 1 of
@@ -26,8 +27,8 @@ struct TokenFactors {
 __device__ __forceinline__ u32 factor_offset(int i) { return 4 * (20 * (i & 3) + 2 * (i >> 2)); }
 
 struct RecordImages {
-  SquareImage t;  // the inverse below its diagonal, else 0
-  SquareImage a;  // c_i 2^(G_i - G_j) (q_i . k_j) r_j beta_j up to the diagonal, else 0
+  LowerColumns t;  // the inverse below its diagonal, else 0
+  LowerColumns a;  // c_i 2^(G_i - G_j) (q_i . k_j) r_j beta_j up to the diagonal, else 0
 };
 struct RecordFactors {
   TokenFactors state;   // 2^G r

@@ -22,6 +22,7 @@
 #include "sm90/gated_delta/gates.cuh"
 #include "sm90/gated_delta/inverse.cuh"
 #include "sm90/gated_delta/key_unit.cuh"
+#include "sm90/gated_delta/tile_places.cuh"
 #include "sm90/warp.cuh"
 
 constexpr int UNIT_THREADS = 256;
@@ -301,14 +302,14 @@ __device__ __forceinline__ void make_system(const RowProducts& keys, float (&dia
     store_below(w.system(), w.row_block, j, x, w.lane);
   }
 }
-// The same rows of the image `a`.
+// The same rows of `a`.
 __device__ __forceinline__ void make_a(const RowProducts& queries, const RowWeights& weights,
                                        const TeamWarp& w) {
   const u32 a = w.images() + OFFSET(RecordImages, a);
   const auto store = [&](int j, const float (&x)[2][4]) {
     u32 rounded[4];
     pack_tiles(x[0], x[1], rounded);
-    store_matrix4(tiles_by_column(a, w.row_block, j, w.lane), rounded);
+    store_matrix4(lower_tiles_by_column(a, w.row_block, j, w.lane), rounded);
   };
   float row[2], x[2][4];
   load_row_pair(row, w.norms + OFFSET(KeyScalars, q_factor), w);
@@ -321,17 +322,6 @@ __device__ __forceinline__ void make_a(const RowProducts& queries, const RowWeig
     if (j >= w.row_block) break;
     weigh_left(x, queries, j, weights, row);
     store(j, x);
-  }
-}
-
-// Blocks of t and a above the diagonal are zero, once for all records that the threads make.
-__device__ __forceinline__ void clear_images(const TeamWarp& w) {
-#pragma unroll
-  for (int j = 1; j < C / 16; ++j) {
-    if (j <= w.row_block) continue;
-    const u32 at = w.images() + swizzled(16 * w.row_block + (w.lane >> 1), 2 * j + (w.lane & 1));
-    store_shared(at + OFFSET(RecordImages, t), 0, 0, 0, 0);
-    store_shared(at + OFFSET(RecordImages, a), 0, 0, 0, 0);
   }
 }
 
@@ -443,7 +433,6 @@ __device__ __forceinline__ void make_records(const GatedDeltaParams& p, u32 shar
     store_gates(sum_gates(p, u.rows, load_inputs(p, u, head, w.lane), w.lane), w);
   u32 own = shared + OFFSET(UnitMemory, units);
   if (threads.thread == 0) store_key_unit(own, u);
-  clear_images(w);
   bool more = true;
 #pragma unroll 1
   while (more) {

@@ -26,9 +26,9 @@ KDA_KERNEL(THREADS, 1) walk_backward(KDA_PARAM GatedDeltaBackwardParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
   if (is_reverse())
-    make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+    make_reverse_barriers(shared);
   else
-    make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+    make_states_barriers(shared);
   const int warp = uniform(thread_index() >> 5);
   wait_for_inputs();
   if (warp < STATE_WARPS) {

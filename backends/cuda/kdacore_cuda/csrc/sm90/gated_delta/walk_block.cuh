@@ -49,10 +49,11 @@ __device__ __forceinline__ Item find_item(const GatedDeltaParams& p, int block) 
 
 // The part of a chunk's record that walks read.
 struct WalkRecord {
-  RecordImages images;
+  WholeColumns t, a;
   RecordFactors factors;
 };
-static_assert(sizeof(WalkRecord) == WALK_BYTES, "what is behind the factors is not copied");
+static_assert(2 * sizeof(LowerColumns) + sizeof(RecordFactors) == WALK_BYTES,
+              "what is behind the factors is not copied");
 
 // Of a ring: a stage's barriers count the bytes and the warps whose rows have arrived (full), and the warps that have
 // read it (empty).

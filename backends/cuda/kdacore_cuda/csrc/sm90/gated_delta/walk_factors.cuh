@@ -55,7 +55,7 @@ __device__ __forceinline__ void request_inverse(Products& u, TokenOperand& y, u6
   fence_registers(u);
   warpgroup_fence();
 #pragma unroll
-  for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], step(t, kk * 32), 1);
+  for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(u, y.a[kk], along_columns(t, kk), 1);
   warpgroup_commit();
 }
 // The same from products of the state with the keys, and y.

@@ -36,7 +36,7 @@ KDA_KERNEL(THREADS, 1) walk_first_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   const int block = opaque(block_index()), warp = uniform(thread_index() >> 5);
   const bool maps = OF_SLICE || block >= first_walks(p);
   if (maps)
-    make_ring_barriers<MAP_STAGES>(shared + OFFSET(MapStage, barriers));
+    make_map_barriers(shared);
   else
     make_forward_barriers(shared);
   wait_for_inputs();

@@ -66,12 +66,16 @@ __device__ __forceinline__ Stages load_forward(const GatedDeltaParams& p, Record
   int turn = 0;
   records.begin(x);
   const auto load_record = [&](const Stages& ring) {
-    if (thread == turn) {
-      records.wait();
-      barrier_expect(ring.full(), WALK_BYTES);
-      copy_record(ring.stage() + OFFSET(Stage, record), record, WALK_BYTES, ring.full());
+    const u32 to = ring.stage() + OFFSET(Stage, record);
+    if constexpr (Records::COME_LATE) {
+      if (thread == turn) {
+        records.wait();
+        fetch_record(to, record, ring.full(), 0, COLUMNS);
+      }
+      turn = (turn + 32) % (32 * LOAD_WARPS);
+    } else {
+      fetch_record(to, record, ring.full(), thread);
     }
-    if constexpr (Records::COME_LATE) turn = (turn + 32) % (32 * LOAD_WARPS);
     records.next();
     record += (u64)p.HV * RECORD_BYTES;
   };
@@ -169,12 +173,12 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
       }
     }
     const u32 stage = ring.stage(), record = stage + OFFSET(Stage, record),
-              factors = record + OFFSET(ChunkRecord, factors);
+              factors = record + OFFSET(WalkRecord, factors);
     const u64 k = operand_descriptor(stage + OFFSET(Stage, k), 16, 1024),
               over_k = operand_descriptor(stage + OFFSET(Stage, k), SQUARE_BYTES, 1024);
     const u64 q = step(k, OFFSET(Stage, q) - OFFSET(Stage, k)),
-              t = operand_descriptor(record + OFFSET(RecordImages, t), 16, 1024);
-    const u64 a = step(t, OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
+              t = columns_operand(record + OFFSET(WalkRecord, t));
+    const u64 a = step(t, OFFSET(WalkRecord, a) - OFFSET(WalkRecord, t));
     ring.wait_full();
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(Stage, values), l.row % BLOCK_VALUES));
@@ -234,7 +238,7 @@ __device__ __forceinline__ Stages carry_state(const Params& p, const Walked& ite
       warpgroup_fence();
     }
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, y.a[kk], step(a, kk * 32), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<0>(o, y.a[kk], along_columns(a, kk), 1);
     warpgroup_commit();
     if constexpr (KEEPS) {
       end_basic_block(ring);
@@ -266,6 +270,9 @@ __device__ __forceinline__ u32 staging_at(u32 shared, int warp) {
   return shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
 }
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {
+  const u32 record = shared + OFFSET(Stage, record);
+  clear_above_diagonal(record + OFFSET(WalkRecord, t), sizeof(Stage), MOST_STAGES, THREADS);
+  clear_above_diagonal(record + OFFSET(WalkRecord, a), sizeof(Stage), MOST_STAGES, THREADS);
   make_ring_barriers<MOST_STAGES>(shared + OFFSET(Stage, barriers));
 }
 template <bool KEEPS, class Params, class Records = WrittenRecords>

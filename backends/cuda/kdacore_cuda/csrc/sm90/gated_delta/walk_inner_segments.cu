@@ -23,9 +23,9 @@ KDA_KERNEL(THREADS, 1) walk_inner_segments(KDA_PARAM GatedDeltaBackwardSegmentPa
   const bool idle = reverse ? (OF_SLICE ? empty && x.index : x.last) : empty || !(x.index || walks_first);
   if (idle) return wait_for_inputs();
   if (reverse)
-    make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+    make_reverse_barriers(shared);
   else
-    make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+    make_states_barriers(shared);
   if (warp < STATE_WARPS) {
     wait_for_inputs();
     const Lane l = make_lane(warp, x.part);

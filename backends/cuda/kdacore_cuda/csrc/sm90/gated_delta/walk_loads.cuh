@@ -64,16 +64,36 @@ __device__ __forceinline__ ValueSource packed_value_source(const GatedDeltaParam
       values - BLOCK_VALUES * x.part, thread);
 }
 
-// Bytes of a record to the stage whose barrier `full` is.
-__device__ __forceinline__ void copy_record(u32 to, u64 from, u32 bytes, u32 full) {
-  copy_in(to, reinterpret_cast<const void*>(from), bytes, full);
+// The part of a record that walks read, to the stage whose barrier `full` is: columns `first` up to `beyond`, with the
+// first one the factors and what the barrier expects in all. One thread.
+__device__ __forceinline__ void fetch_record(u32 to, u64 record, u32 full, int first, int beyond) {
+  if (first == 0) {
+    barrier_expect(full, WALK_BYTES);
+    copy_in(to + OFFSET(WalkRecord, factors),
+            reinterpret_cast<const void*>(record + OFFSET(ChunkRecord, factors)), sizeof(RecordFactors), full);
+  }
+#pragma unroll
+  for (int c = first; c < beyond; ++c) {
+    fetch_column(to + OFFSET(WalkRecord, t), record + OFFSET(ChunkRecord, images.t), c, full);
+    fetch_column(to + OFFSET(WalkRecord, a), record + OFFSET(ChunkRecord, images.a), c, full);
+  }
 }
-
-// The parts of a record that change a state alone, to `t` and `factors` of that stage. One thread.
-__device__ __forceinline__ void fetch_system(u32 t, u32 factors, u64 record, u32 full) {
-  barrier_expect(full, SQUARE_BYTES + sizeof(RecordFactors));
-  copy_record(t, record + OFFSET(ChunkRecord, images.t), SQUARE_BYTES, full);
-  copy_record(factors, record + OFFSET(ChunkRecord, factors), sizeof(RecordFactors), full);
+// The same, and what of it changes a state alone, to `t` and `factors`, by all loading warps, a column each, since a
+// thread takes long to request a copy.
+static_assert(LOAD_WARPS == COLUMNS, "a column a warp");
+__device__ __forceinline__ void fetch_record(u32 to, u64 record, u32 full, int thread) {
+  const int column = uniform(thread >> 5);
+  if (!(thread & 31)) fetch_record(to, record, full, column, column + 1);
+}
+__device__ __forceinline__ void fetch_system(u32 t, u32 factors, u64 record, u32 full, int thread) {
+  const int column = uniform(thread >> 5);
+  if (thread & 31) return;
+  if (column == 0) {
+    barrier_expect(full, sizeof(LowerColumns) + sizeof(RecordFactors));
+    copy_in(factors, reinterpret_cast<const void*>(record + OFFSET(ChunkRecord, factors)), sizeof(RecordFactors),
+            full);
+  }
+  fetch_column(t, record + OFFSET(ChunkRecord, images.t), column, full);
 }
 
 // Calls load(ring) for the stage of each of `chunks` chunks; it requests the copies of what belongs to it. Calls

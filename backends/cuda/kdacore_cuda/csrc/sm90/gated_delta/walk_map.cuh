@@ -19,7 +19,7 @@
 
 constexpr int MAP_STAGES = 4;
 struct alignas(1024) MapStage {
-  SquareImage t;
+  WholeColumns t;
   RecordFactors factors;
   RingBarriers<MAP_STAGES> barriers;  // of all stages in the first one
   alignas(1024) TileImage k;
@@ -29,6 +29,11 @@ struct MapMemory {
   MapStage stages[MAP_STAGES];
 };
 using MapRing = Ring<MAP_STAGES, 0, sizeof(MapStage), OFFSET(MapStage, barriers), 8 * MAP_STAGES>;
+
+__device__ __forceinline__ void make_map_barriers(u32 shared) {
+  clear_above_diagonal(shared + OFFSET(MapStage, t), sizeof(MapStage), MAP_STAGES, THREADS);
+  make_ring_barriers<MAP_STAGES>(shared + OFFSET(MapStage, barriers));
+}
 
 __device__ __forceinline__ void load_map(const GatedDeltaParams& p, const SegmentItem& x, u32 shared,
                                          int thread) {
@@ -41,8 +46,7 @@ __device__ __forceinline__ void load_map(const GatedDeltaParams& p, const Segmen
   int left = x.s.length - last * C;
   load_chunks(MapRing{shared}, x.s.chunks, thread, [&](const MapRing& ring) {
     const u32 stage = ring.stage();
-    if (thread == 0)
-      fetch_system(stage + OFFSET(MapStage, t), stage + OFFSET(MapStage, factors), record, ring.full());
+    fetch_system(stage + OFFSET(MapStage, t), stage + OFFSET(MapStage, factors), record, ring.full(), thread);
     k.fetch(stage + OFFSET(MapStage, k), left, thread);
     v.fetch(stage + OFFSET(MapStage, v), left, thread);
     k.move(-2), v.move(-2);
@@ -74,7 +78,7 @@ __device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 
     const u32 stage = ring.stage(), factors = stage + OFFSET(MapStage, factors);
     const u64 k = operand_descriptor(stage + OFFSET(MapStage, k), 16, 1024),
               over_k = operand_descriptor(stage + OFFSET(MapStage, k), SQUARE_BYTES, 1024),
-              t = operand_descriptor(stage + OFFSET(MapStage, t), 16, 1024);
+              t = over_rows_operand(stage + OFFSET(MapStage, t));
     ring.wait_full();
     const ColumnFactors to_end = load_factors(factors + OFFSET(RecordFactors, to_end), l);
     const float last = load_shared1(factors + OFFSET(RecordFactors, last));
@@ -98,7 +102,7 @@ __device__ __forceinline__ void carry_map(const SegmentItem& item, u64 map, u64 
     fence_registers(w);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(w, rounded.a[kk], over_tokens(t, kk), 1);
+    for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(w, rounded.a[kk], over_rows(t, kk), 1);
     warpgroup_commit();
     end_basic_block(ring);
     const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);

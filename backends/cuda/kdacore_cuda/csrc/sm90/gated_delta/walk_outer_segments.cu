@@ -50,11 +50,11 @@ __device__ __forceinline__ u64 addend_at(const GatedDeltaBackwardSegmentParams& 
 
 __device__ __forceinline__ void make_barriers(Role role, u32 shared) {
   if (role == MAP)
-    make_ring_barriers<MAP_STAGES>(shared + OFFSET(MapStage, barriers));
+    make_map_barriers(shared);
   else if (role == FIRST)
-    make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+    make_states_barriers(shared);
   else
-    make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+    make_reverse_barriers(shared);
 }
 
 KDA_KERNEL(THREADS, 1) walk_outer_segments(KDA_PARAM GatedDeltaBackwardSegmentParams p) {

@@ -30,6 +30,13 @@ struct ReverseMemory {
 using ReverseRing =
     Ring<REVERSE_STAGES, 0, sizeof(ReverseStage), OFFSET(ReverseStage, barriers), 8 * REVERSE_STAGES>;
 
+__device__ __forceinline__ void make_reverse_barriers(u32 shared) {
+  const u32 record = shared + OFFSET(ReverseStage, record);
+  clear_above_diagonal(record + OFFSET(WalkRecord, t), sizeof(ReverseStage), REVERSE_STAGES, THREADS);
+  clear_above_diagonal(record + OFFSET(WalkRecord, a), sizeof(ReverseStage), REVERSE_STAGES, THREADS);
+  make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+}
+
 __device__ __forceinline__ void load_reverse(const GatedDeltaBackwardParams& p, const Item& x, u32 shared,
                                              int thread) {
   const int h = divide(x.hv, p.group_factor, p.group_shift), last = x.s.chunks - 1;
@@ -40,10 +47,7 @@ __device__ __forceinline__ void load_reverse(const GatedDeltaBackwardParams& p, 
   int left = x.s.length - last * C;
   load_chunks(ReverseRing{shared}, x.s.chunks, thread, [&](const ReverseRing& ring) {
     const u32 stage = ring.stage();
-    if (thread == 0) {
-      barrier_expect(ring.full(), WALK_BYTES);
-      copy_record(stage + OFFSET(ReverseStage, record), record, WALK_BYTES, ring.full());
-    }
+    fetch_record(stage + OFFSET(ReverseStage, record), record, ring.full(), thread);
     k.fetch(stage + OFFSET(ReverseStage, k), left, thread);
     q.fetch(stage + OFFSET(ReverseStage, q), left, thread);
     d_o.fetch(stage + OFFSET(ReverseStage, d_o), left, thread);
@@ -59,16 +63,16 @@ __device__ __forceinline__ void load_output_grads(TokenOperand& d_o, u32 stage, 
   fence_registers(d_o.a);
 }
 __device__ __forceinline__ u64 image_of_t(u32 stage) {
-  return operand_descriptor(stage + OFFSET(ReverseStage, record.images.t), 16, 1024);
+  return over_rows_operand(stage + OFFSET(ReverseStage, record.t));
 }
 __device__ __forceinline__ u64 image_of_a(u32 stage) {
-  return step(image_of_t(stage), OFFSET(RecordImages, a) - OFFSET(RecordImages, t));
+  return step(image_of_t(stage), OFFSET(WalkRecord, a) - OFFSET(WalkRecord, t));
 }
 // Requests d_o^T a.
 __device__ __forceinline__ void multiply_output_grads(Products& x, const TokenOperand& d_o, u32 stage) {
 #pragma unroll
   for (int kk = 0; kk < C_TILES; ++kk)
-    warpgroup_mma<1>(x, d_o.a[kk], over_tokens(image_of_a(stage), kk), kk > 0);
+    warpgroup_mma<1>(x, d_o.a[kk], over_rows(image_of_a(stage), kk), kk > 0);
   warpgroup_commit();
 }
 
@@ -159,7 +163,7 @@ __device__ __forceinline__ void carry_state_grad(const Params& p, const Walked& 
       fence_registers(du);
       warpgroup_fence();
 #pragma unroll
-      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(du, x.a[kk], over_tokens(t, kk), 1);
+      for (int kk = 0; kk < C_TILES; ++kk) warpgroup_mma<1>(du, x.a[kk], over_rows(t, kk), 1);
       warpgroup_commit();
       end_basic_block(ring);
       const ColumnFactors of_state = load_factors(factors + OFFSET(RecordFactors, state), l);

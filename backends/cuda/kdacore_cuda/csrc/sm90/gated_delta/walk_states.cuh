@@ -12,7 +12,7 @@
 
 constexpr int STATES_STAGES = 4;
 struct alignas(1024) StatesStage {
-  SquareImage t;
+  WholeColumns t;
   RecordFactors factors;
   RingBarriers<STATES_STAGES> barriers;  // of all stages in the first one
   alignas(1024) TileImage k;
@@ -25,6 +25,12 @@ struct StatesMemory {
 using StatesRing =
     Ring<STATES_STAGES, 0, sizeof(StatesStage), OFFSET(StatesStage, barriers), 8 * STATES_STAGES>;
 
+// `stages`: those that are used.
+__device__ __forceinline__ void make_states_barriers(u32 shared, int stages = STATES_STAGES) {
+  clear_above_diagonal(shared + OFFSET(StatesStage, t), sizeof(StatesStage), stages, THREADS);
+  make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+}
+
 __device__ __forceinline__ void load_states(const GatedDeltaParams& p, const Item& x, u32 shared,
                                             int thread) {
   auto k = key_source(p, x, divide(x.hv, p.group_factor, p.group_shift), thread);
@@ -33,8 +39,8 @@ __device__ __forceinline__ void load_states(const GatedDeltaParams& p, const Ite
   int left = x.s.length;
   load_chunks(StatesRing{shared}, x.s.chunks, thread, [&](const StatesRing& ring) {
     const u32 stage = ring.stage();
-    if (thread == 0)
-      fetch_system(stage + OFFSET(StatesStage, t), stage + OFFSET(StatesStage, factors), record, ring.full());
+    fetch_system(stage + OFFSET(StatesStage, t), stage + OFFSET(StatesStage, factors), record, ring.full(),
+                 thread);
     k.fetch(stage + OFFSET(StatesStage, k), left, thread);
     v.fetch(stage + OFFSET(StatesStage, values), left, thread);
     left -= C;
@@ -81,7 +87,7 @@ __device__ __forceinline__ void carry_state_alone(const Params& p, const Walked&
     const u32 stage = ring.stage(), factors = stage + OFFSET(StatesStage, factors);
     const u64 k = operand_descriptor(stage + OFFSET(StatesStage, k), 16, 1024),
               over_k = operand_descriptor(stage + OFFSET(StatesStage, k), SQUARE_BYTES, 1024),
-              t = operand_descriptor(stage + OFFSET(StatesStage, t), 16, 1024);
+              t = columns_operand(stage + OFFSET(StatesStage, t));
     ring.wait_full();
     TokenOperand v, y;
     load_values(v, l, value_rows(stage + OFFSET(StatesStage, values), l.row % BLOCK_VALUES));

@@ -84,7 +84,7 @@ __device__ __forceinline__ ColumnFactors factors_to_end(const GatedDeltaParams& 
 KDA_KERNEL(THREADS, 1) walk_to_checkpoints(KDA_PARAM GatedDeltaParams p) {
   KDA_SHARED(memory);
   const u32 shared = shared_address(memory);
-  make_ring_barriers<STATES_STAGES>(shared + OFFSET(StatesStage, barriers));
+  make_states_barriers(shared, 1);
   wait_for_inputs();
   const CheckpointItem x = find_checkpoint(p, opaque(block_index()));
   if (x.slot < 0) return;

@@ -44,7 +44,8 @@ __device__ __forceinline__ void fetch_column(u32 to, u64 from, int column, u32 f
 // What is above the diagonal, of WholeColumns at `first` and `count` - 1 more, `pitch` bytes apart. By `threads` threads.
 __device__ __forceinline__ void clear_above_diagonal(u32 first, u32 pitch, int count, int threads) {
   constexpr int PIECES = BLOCK_BYTES / 16, ALL = PIECES * COLUMNS * (COLUMNS - 1) / 2;
-  for (int i = thread_index(); i < ALL * count; i += threads) {
+#pragma unroll 1
+  for (int i = opaque(thread_index()); i < ALL * count; i += threads) {
     const int n = i / ALL, piece = i - n * ALL, column = piece < PIECES ? 1 : piece < 3 * PIECES ? 2 : 3,
               before = column * (column - 1) / 2 * PIECES;
     store_shared(first + n * pitch + COLUMN_BYTES * column + 16 * (piece - before), 0, 0, 0, 0);

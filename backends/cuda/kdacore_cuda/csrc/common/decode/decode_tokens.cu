@@ -231,6 +231,20 @@ __device__ __forceinline__ void store_outputs(const DecodeRecordsParams& p, cons
                (long long)((Offset)KEPT(part.memory, o) + (Offset)t * p.HV * V + part.column() + norm_column()),
                TYPE_BFLOAT16, o);
 }
+// The state of a later block: where it is, to shared memory, and the request for it.
+__device__ __forceinline__ void keep_ahead(const DecodeRecordsParams& p, const Item& later, const SequenceStart& start,
+                                           u32 memory) {
+  if (thread_index() != 0) return;
+  u64 head = 0;
+  if (start.reads && block_ahead(p) != (u32)block_index())
+    head = p.h0 + STATE_BYTES * (start.from * p.h0_row + (long long)later.hv * (K * V));
+  store_shared(memory + OFFSET(TokensMemory, kept) + OFFSET(KeptSequence, ahead), (u32)head, (u32)(head >> 32), 0, 0);
+}
+__device__ __forceinline__ void request_ahead(u32 memory) {
+  if (thread_index() % 32 != 0) return;
+  const u64 head = KEPT_ADDRESS(memory, ahead);
+  if (head) prefetch_bulk(reinterpret_cast<const void*>(head + PART_BYTES * warp_index()), PART_BYTES);
+}
 // Zeros for the outputs of a sequence without a slot.
 __device__ __forceinline__ void leave_padding(const DecodeRecordsParams& p, const Item& it, const TokenPlaces& at,
                                               const Part& part) {
@@ -276,7 +290,7 @@ __device__ __forceinline__ void prepare_later(const DecodeRecordsParams& p, cons
   put_state(s, part.memory);
   Item it = item_of(p, (u32)opaque(block_index()));
   const SequenceNumbers numbers = load_numbers(p, it);
-  const Sequence sequence = find_sequence(p, it, numbers, find_start(p, it, numbers));
+  const Sequence sequence = find_sequence(p, it, numbers, find_start(p, numbers, load_from(p, it, numbers)));
   const TokenPlaces at = locate_tokens(p, it, numbers);
   pass.first += PASS_TOKENS;
   pass.count = tokens_from(it, pass.first);
@@ -327,9 +341,15 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   const u32 memory = part.memory;
   // 1. Issue all loads, the state as soon as its row is known.
   const SequenceNumbers numbers = load_numbers(p, it);
+  Item later;
+  SequenceNumbers later_numbers;
+  if constexpr (FETCHES_AHEAD) later = item_of(p, block_ahead(p)), later_numbers = load_start_numbers(p, later);
   sync_warp();  // else the compiler loads rows' numbers after weights
   Channels channels = load_channels(p, it, part);
-  const SequenceStart start = find_start(p, it, numbers);
+  const Number from = load_from(p, it, numbers);
+  Number later_from;
+  if constexpr (FETCHES_AHEAD) later_from = load_from(p, later, later_numbers);
+  const SequenceStart start = find_start(p, numbers, from);
   const TokenPlaces at = locate_tokens(p, it, numbers);
   if (start.padding) {
     if (CLUSTER > 1 && SLICES == 1) wait_cluster();
@@ -338,6 +358,7 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   Pieces pieces;
   // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
   if (IN_SHARED) request_state(p, start, pieces, lane, it.hv, memory);
+  if constexpr (FETCHES_AHEAD) keep_ahead(p, later, find_start(p, later_numbers, later_from), memory);
   const Sequence sequence = find_sequence(p, it, numbers, start);
   Pass pass = {0, tokens_from(it, 0)};
   find_windows(p, sequence, channels, at.x, 0);
@@ -357,6 +378,7 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   if (!IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   sync_block();  // tokens are staged, and this block's loads of the windows have come
+  if constexpr (FETCHES_AHEAD) request_ahead(memory);
   if (pass.count > 0) keep_factors(p, memory, finish_beta(p, beta));
 
   // 3. The state, and the records that precede the tokens.

@@ -26,6 +26,17 @@ class Ahead(IntEnum):
 
 AHEAD = {"one": Ahead.NOTHING, "several": Ahead.STATES}
 """For one token of each sequence, and for several."""
+STATE_LAST = {"one": False, "several": True}
+"""Whether these blocks ask for their own state behind everything else."""
+
+
+def _order_of_loads(tokens: str, split: Split) -> dict[str, int | None]:
+    """The macros of blocks_ahead.cuh."""
+    if not split.four_warps or split.slices > 1:
+        return {}
+    return {"AHEAD": AHEAD[tokens] or None, "STATE_LAST": STATE_LAST[tokens] or None}
+
+
 
 _HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
 """State dtype -> blocks that a multiprocessor must have registers for where states are in shared memory: as many as
@@ -62,7 +73,7 @@ def decode_kernel(
         RECORDS=True if records else None,
         MODE=mode,
         CLUSTER=split.blocks,
-        AHEAD=(AHEAD["one"] or None) if split.four_warps and split.slices == 1 else None,
+        **_order_of_loads("one", split),
     )
 
 
@@ -92,7 +103,7 @@ def tokens_kernel(v_first: bool, state_dtype: str, split: Split, mode: Recurrent
         RECORDS=True,
         MODE=mode,
         CLUSTER=split.blocks,
-        AHEAD=(AHEAD["several"] or None) if split.slices == 1 else None,
+        **_order_of_loads("several", split),
     )
 
 

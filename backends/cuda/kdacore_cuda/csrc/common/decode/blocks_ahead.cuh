@@ -2,7 +2,8 @@
 // begin together and compute together, and the device memory waits meanwhile. So a block whose own loads have come asks
 // for the state of the block that starts as many blocks later as run at once. Nothing waits for it.
 //
-// AHEAD, a macro from the host: 0, nothing is asked for; 1, states are.
+// Macros from the host: AHEAD, what is asked for: 0, nothing; 1, states. STATE_LAST: a block asks for its own state
+// behind everything that the convolution waits for, so that this does not queue behind the states of all blocks.
 #pragma once
 
 #include "common/recurrent/token.cuh"
@@ -10,6 +11,9 @@
 
 #ifndef AHEAD
 #define AHEAD 0
+#endif
+#ifndef STATE_LAST
+#define STATE_LAST 0
 #endif
 
 // The block that starts about when this one ends; itself if there is none.

@@ -256,9 +256,9 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
   find_row(p, windows, from);
   Pieces pieces;
   // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
-  if (IN_SHARED) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
+  if (STATE_FIRST) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
   load_windows(in, windows, reads);
-  if (!IN_SHARED) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
+  if (!STATE_FIRST) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
   const LateInputs late = load_late(p, it, part, at);
 
   // 2. Gate and convolution, while the state is on its way.

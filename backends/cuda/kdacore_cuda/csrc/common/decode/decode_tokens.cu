@@ -231,14 +231,26 @@ __device__ __forceinline__ void store_outputs(const DecodeRecordsParams& p, cons
                (long long)((Offset)KEPT(part.memory, o) + (Offset)t * p.HV * V + part.column() + norm_column()),
                TYPE_BFLOAT16, o);
 }
-// The state of a later block: where it is, to shared memory, and the request for it.
-__device__ __forceinline__ void keep_ahead(const DecodeRecordsParams& p, const Item& later, const SequenceStart& start,
-                                           u32 memory) {
-  if (thread_index() != 0) return;
+// The block's sequence and value head.
+__device__ __forceinline__ Item item_of(const DecodeRecordsParams& p, u32 block) {
+  const u32 task = block / CLUSTER;
+  Item it;
+  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
+  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
+  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
+  return it;
+}
+// Where the state of a later block is, to shared memory, by the lanes of one warp.
+__device__ __forceinline__ void find_ahead(const DecodeRecordsParams& p, u32 memory) {
+  const u32 block = block_ahead(p);
+  const Item later = item_of(p, block);
+  const SequenceNumbers numbers = load_start_numbers(p, later);
+  const SequenceStart start = find_start(p, numbers, load_from(p, later, numbers));
   u64 head = 0;
-  if (start.reads && block_ahead(p) != (u32)block_index())
+  if (start.reads && block != (u32)block_index())
     head = p.h0 + STATE_BYTES * (start.from * p.h0_row + (long long)later.hv * (K * V));
-  store_shared(memory + OFFSET(TokensMemory, kept) + OFFSET(KeptSequence, ahead), (u32)head, (u32)(head >> 32), 0, 0);
+  if (thread_index() % 32 == 0)
+    store_shared(memory + OFFSET(TokensMemory, kept) + OFFSET(KeptSequence, ahead), (u32)head, (u32)(head >> 32), 0, 0);
 }
 __device__ __forceinline__ void request_ahead(u32 memory) {
   if (thread_index() % 32 != 0) return;
@@ -268,15 +280,6 @@ __device__ __forceinline__ void wait_read(const Part& part) {
 
 __device__ __forceinline__ int tokens_from(const Item& it, int first) {
   return it.length - first < PASS_TOKENS ? it.length - first : PASS_TOKENS;
-}
-// The block's sequence and value head.
-__device__ __forceinline__ Item item_of(const DecodeRecordsParams& p, u32 block) {
-  const u32 task = block / CLUSTER;
-  Item it;
-  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
-  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
-  return it;
 }
 __device__ __forceinline__ void keep_norm(const float4& norm, u32 memory) {
   store_shared(own_factors(memory), __float_as_uint(norm.x), __float_as_uint(norm.y), __float_as_uint(norm.z),
@@ -341,24 +344,16 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   const u32 memory = part.memory;
   // 1. Issue all loads, the state as soon as its row is known.
   const SequenceNumbers numbers = load_numbers(p, it);
-  Item later;
-  SequenceNumbers later_numbers;
-  if constexpr (FETCHES_AHEAD) later = item_of(p, block_ahead(p)), later_numbers = load_start_numbers(p, later);
   sync_warp();  // else the compiler loads rows' numbers after weights
   Channels channels = load_channels(p, it, part);
-  const Number from = load_from(p, it, numbers);
-  Number later_from;
-  if constexpr (FETCHES_AHEAD) later_from = load_from(p, later, later_numbers);
-  const SequenceStart start = find_start(p, numbers, from);
+  const SequenceStart start = find_start(p, numbers, load_from(p, it, numbers));
   const TokenPlaces at = locate_tokens(p, it, numbers);
   if (start.padding) {
     if (CLUSTER > 1 && SLICES == 1) wait_cluster();
     return leave_padding(p, it, at, part);
   }
   Pieces pieces;
-  // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
-  if (IN_SHARED) request_state(p, start, pieces, lane, it.hv, memory);
-  if constexpr (FETCHES_AHEAD) keep_ahead(p, later, find_start(p, later_numbers, later_from), memory);
+  if (STATE_FIRST) request_state(p, start, pieces, lane, it.hv, memory);
   const Sequence sequence = find_sequence(p, it, numbers, start);
   Pass pass = {0, tokens_from(it, 0)};
   find_windows(p, sequence, channels, at.x, 0);
@@ -369,7 +364,11 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   const NormInputs norm = load_norm(p, it, part, at, 0, pass.count);
   ThreadRecords records;
   if (IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
+  if (IN_SHARED && !STATE_FIRST) request_state(p, start, pieces, lane, it.hv, memory);
   keep_sequence(p, it, start, sequence, at, numbers.written, memory);
+  sync_warp();  // else the compiler waits for the first loads before it issues the last ones
+  if constexpr (FETCHES_AHEAD)
+    if (warp_index() == WARPS - 1) find_ahead(p, memory);
 
   // 2. Gate and convolution of the first tokens, while the state is on its way.
   stage_tokens(p, it, sequence, channels, inputs, memory, 0, pass.count);

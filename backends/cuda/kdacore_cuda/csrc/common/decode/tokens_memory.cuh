@@ -14,7 +14,7 @@ constexpr int SLICES = V / COLUMNS;        // blocks of a value head
 constexpr int HEADS = CLUSTER / SLICES;    // value heads of a cluster
 constexpr int NORM_LANES = COLUMNS / 4;    // of a warp, four columns each; the other lanes repeat them
 constexpr bool IN_SHARED = SLICES == 1;    // where the state is until all of it has come
-constexpr bool FETCHES_AHEAD = AHEAD && IN_SHARED;
+constexpr bool FETCHES_AHEAD = AHEAD && IN_SHARED, STATE_FIRST = IN_SHARED && !STATE_LAST;
 static_assert(RECORDS && THREADS == K && ONE && PARTS == 1, "a thread for each channel");
 static_assert(HEADS * SLICES == CLUSTER, "whole heads");
 

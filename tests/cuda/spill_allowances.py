@@ -79,7 +79,7 @@ ALLOWED = (
         "one block carries all 128 columns of a state, 32 a warp, in 168 registers; compiled only",
     ),
     Allowance(
-        12,
+        16,
         "sm_90a",
         "sm90/gated_delta/chunk_records_beside.cu",
         {},

@@ -4,8 +4,9 @@
 // products of the chunk's tokens, k k^T and q k^T, anew for each of these, from tiles that stay in shared memory: they
 // come to the registers that need them. Teams meet where tiles come, and where both have read them for the last time:
 // the next unit's tiles then come while the last records are completed. A warp has 16 rows of the triangular
-// system, whose diagonal block it inverts, the same rows of a, and a block column of the inverse. A team's last warp,
-// which has no block column, makes decays, betas and the factors of tokens. Records leave as bulk copies.
+// system, whose diagonal block it inverts, the same rows of a, and a block column of the inverse. A team's first warp,
+// left of whose block there is none, makes decays and betas of the next record, its last one, which has no block column,
+// the factors of tokens. Records leave as bulk copies.
 //
 // Template parameter `Threads`, of the 256 threads that a kernel gives to units:
 //
@@ -40,13 +41,14 @@ struct UnitMemory {
   TeamMemory teams[TEAMS];
   // Of the records in the making. Those in the records themselves are written once the ones before have left.
   KeyScalars norms[TEAMS];
-  HeadScalars gates[TEAMS];
-  KeyUnit units[2];  // by turns
+  HeadScalars gates[TEAMS][2];  // of a record and of the next one, by turns
+  KeyUnit units[4];             // this one, the next one and that behind it, by turns
 };
-static_assert(OFFSET(UnitMemory, units) % sizeof(KeyUnit[2]) == 0, "one's address is the other's with one bit changed");
+static_assert(OFFSET(UnitMemory, gates) % sizeof(HeadScalars[2]) == 0,
+              "one's address is the other's with one bit changed");
 // A warp's place in a unit: its team's memory, its rows.
 struct TeamWarp {
-  u32 memory, norms, gates;
+  u32 memory, norms;
   int team, row_block, lane;
   __device__ __forceinline__ u32 images() const { return memory + OFFSET(TeamMemory, record.images); }
   __device__ __forceinline__ u32 factors() const { return memory + OFFSET(TeamMemory, record.factors); }
@@ -55,14 +57,15 @@ struct TeamWarp {
   __device__ __forceinline__ u32 system() const { return memory + OFFSET(TeamMemory, system); }
   __device__ __forceinline__ bool makes_factors() const { return row_block == FACTOR_WARP; }
   __device__ __forceinline__ bool copies_out() const { return makes_factors() && lane == 0; }
-  // A warp of the team that has fewer records, with the fewest weights.
-  __device__ __forceinline__ bool finds_units() const { return team == TEAMS - 1 && row_block == 0; }
+  // Of the rows with the fewest weights.
+  __device__ __forceinline__ bool makes_gates() const { return row_block == 0; }
+  // A warp of the team that has fewer records, which has nothing to merge.
+  __device__ __forceinline__ bool finds_units() const { return team == TEAMS - 1 && makes_factors(); }
 };
 __device__ __forceinline__ TeamWarp team_warp(u32 shared, int thread) {
   const int warp = uniform(thread >> 5), team = warp / TEAM_WARPS;
   return {shared + OFFSET(UnitMemory, teams) + team * (u32)sizeof(TeamMemory),
-          shared + OFFSET(UnitMemory, norms) + team * (u32)sizeof(KeyScalars),
-          shared + OFFSET(UnitMemory, gates) + team * (u32)sizeof(HeadScalars), team, warp % TEAM_WARPS,
+          shared + OFFSET(UnitMemory, norms) + team * (u32)sizeof(KeyScalars), team, warp % TEAM_WARPS,
           thread & 31};
 }
 
@@ -193,16 +196,17 @@ __device__ __forceinline__ TokenGates sum_gates(const GatedDeltaParams& p, int r
   return y;
 }
 
-__device__ __forceinline__ void store_gates(const TokenGates& gates, const TeamWarp& w) {
-  const u32 row = w.gates + 8 * w.lane;
+// `to`: HeadScalars.
+__device__ __forceinline__ void store_gates(u32 to, const TokenGates& gates, const TeamWarp& w) {
+  const u32 row = to + 8 * w.lane;
   store_shared(row + OFFSET(HeadScalars, sum), gates.sum[0], gates.sum[1]);
   store_shared(row + OFFSET(HeadScalars, beta), gates.beta[0], gates.beta[1]);
 }
 // One warp. Also what the backward needs of the tokens.
-__device__ __forceinline__ void make_factors(const TeamWarp& w) {
+__device__ __forceinline__ void make_factors(u32 gates, const TeamWarp& w) {
   const u32 tokens = 8 * w.lane, factors = w.factors() + factor_offset(w.lane);
-  const float2 sum = load_shared2(w.gates + OFFSET(HeadScalars, sum) + tokens),
-               beta = load_shared2(w.gates + OFFSET(HeadScalars, beta) + tokens),
+  const float2 sum = load_shared2(gates + OFFSET(HeadScalars, sum) + tokens),
+               beta = load_shared2(gates + OFFSET(HeadScalars, beta) + tokens),
                k_norm = load_shared2(w.norms + OFFSET(KeyScalars, k_norm) + tokens),
                q_factor = load_shared2(w.norms + OFFSET(KeyScalars, q_factor) + tokens);
   const float last = shuffle(sum.y, 31), decay[2] = {exp2_fast(sum.x), exp2_fast(sum.y)};
@@ -230,8 +234,8 @@ __device__ __forceinline__ void load_row_pair(float (&x)[2], u32 from, const Tea
 struct RowWeights {
   float diagonal[2][4], column[C / 16 - 1][2][2], row[2];
 };
-__device__ __forceinline__ void make_weights(RowWeights& to, const TeamWarp& w) {
-  const u32 sums = w.gates + OFFSET(HeadScalars, sum);
+__device__ __forceinline__ void make_weights(RowWeights& to, u32 gates, const TeamWarp& w) {
+  const u32 sums = gates + OFFSET(HeadScalars, sum);
   const float first = load_shared1(sums + 64 * w.row_block);
   float sum[2];
   load_row_pair(sum, sums, w);
@@ -243,7 +247,7 @@ __device__ __forceinline__ void make_weights(RowWeights& to, const TeamWarp& w) 
   };
   const auto load = [&](int j, int n) {
     const u32 at = 4 * (16 * j + 8 * n + 2 * (w.lane & 3));
-    const float2 y = load_shared2(sums + at), beta = load_shared2(w.gates + OFFSET(HeadScalars, beta) + at),
+    const float2 y = load_shared2(sums + at), beta = load_shared2(gates + OFFSET(HeadScalars, beta) + at),
                  norm = load_shared2(w.norms + OFFSET(KeyScalars, k_norm) + at);
     return Columns{{y.x, y.y}, {beta.x * norm.x, beta.y * norm.y}};
   };
@@ -342,11 +346,12 @@ __device__ __forceinline__ void fetch_tiles(const GatedDeltaParams& p, const Key
 }
 
 // A record up to its system, while products of keys come, then products of queries beside the inverses of the system's
-// diagonal blocks. `first`: of the team's in this unit, norms are not there yet.
+// diagonal blocks and the gates of the next record. `first`: of the team's in this unit, norms are not there yet.
+// `gates`: of the record; `next`: the unit of the next record, of value head `next_head`, if it has rows.
 template <class Threads>
 __device__ __forceinline__ void begin_record(const GatedDeltaParams& p, Threads& threads, u32 shared,
-                                             RowProducts& products, RowWeights& weights, bool first,
-                                             const TeamWarp& w) {
+                                             RowProducts& products, RowWeights& weights, bool first, u32 gates,
+                                             u32 next, int next_head, const TeamWarp& w) {
   const u32 q = shared + OFFSET(UnitMemory, q);
   float diagonal[2][4], k_square[2], q_square[2];
   if (first) square_rows(q_square, q, w);
@@ -359,19 +364,28 @@ __device__ __forceinline__ void begin_record(const GatedDeltaParams& p, Threads&
   }
   if (w.copies_out()) copy_out_wait_read<0>();  // of the record before
   threads.sync_team(w.team);
-  make_weights(weights, w);
+  make_weights(weights, gates, w);
   make_system(products, diagonal, weights, w);
   ask_products(products, q, shared);
   sync_warp();
   threads.end_record_before();
+  TokenInputs inputs;
+  int rows = 0;
+  if (w.makes_gates()) {
+    const KeyUnit u = load_key_unit(next);
+    rows = u.rows;
+    if (rows) inputs = load_inputs(p, u, next_head, w.lane);
+  }
   invert_diagonal(w.system(), w.images() + OFFSET(RecordImages, t), w.row_block, w.lane);
+  if (rows) store_gates(gates ^ (u32)sizeof(HeadScalars), sum_gates(p, rows, inputs, w.lane), w);
   multiply_row(w.system(), w.row_block, w.lane);
   await_products(products);
 }
-// What remains, besides a and factors, once all warps have come so far. `record`: its number, slot * HV + value head.
+// What remains, besides a, once all warps have come so far. `record`: its number, slot * HV + value head.
 template <class Threads>
 __device__ __forceinline__ void complete_record(const GatedDeltaParams& p, Threads& threads, long long record,
-                                                const TeamWarp& w) {
+                                                u32 gates, const TeamWarp& w) {
+  if (w.makes_factors()) make_factors(gates, w);
   merge_column(w.system(), w.images() + OFFSET(RecordImages, t), w.row_block, w.lane);
   fence_async_proxy();
   threads.sync_team(w.team);
@@ -382,12 +396,16 @@ __device__ __forceinline__ void complete_record(const GatedDeltaParams& p, Threa
   threads.leaves(record);
 }
 
-// A unit whose tiles have come. `own`: its place; the other one is that of the next unit, whose tiles it requests. Returns
-// whether there is one.
+__device__ __forceinline__ u32 unit_place(u32 shared, u32 turn) {
+  return shared + OFFSET(UnitMemory, units) + turn % 4 * (u32)sizeof(KeyUnit);
+}
+
+// A unit whose tiles have come, and whose gates of each team's first record are there. Requests the tiles of the next one
+// and finds that behind it. Returns whether there is a next one.
 template <class Threads>
-__device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 own, u32 shared,
+__device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 turn, u32& gates, u32 shared,
                                           Threads& threads, int thread, const TeamWarp& w) {
-  const u32 next = own ^ (u32)sizeof(KeyUnit);
+  const u32 own = unit_place(shared, turn), next = unit_place(shared, turn + 1);
   const HeadRange heads = value_heads(p, load_key_unit(own).h);
   int head = heads.first + w.team;
 #pragma unroll 1
@@ -395,29 +413,31 @@ __device__ __forceinline__ bool make_unit(const GatedDeltaParams& p, u32 own, u3
     const bool has_head = head < heads.beyond, last = head + TEAMS >= heads.beyond;
     RowProducts products;
     RowWeights weights;
-    if (has_head) ask_products(products, shared + OFFSET(UnitMemory, k), shared);
-    if (first && w.finds_units()) {
-      const KeyUnit u = threads.next();
-      if (w.lane == 0) store_key_unit(next, u);
+    if (has_head) {
+      ask_products(products, shared + OFFSET(UnitMemory, k), shared);
+      const int next_head = last ? value_heads(p, load_key_unit(next).h).first + w.team : head + TEAMS;
+      begin_record(p, threads, shared, products, weights, first, gates, last ? next : own, next_head, w);
     }
-    if (has_head) begin_record(p, threads, shared, products, weights, first, w);
     if (last)
       threads.sync();
     else
       threads.sync_team(w.team);
     if (has_head) make_a(products, weights, w);
     const long long record = load_key_unit(own).slot * p.HV + head;
-    const KeyUnit u = load_key_unit(last ? next : own);
-    if (last && u.rows) fetch_tiles(p, u, shared, thread);
-    head = last ? value_heads(p, u.h).first + w.team : head + TEAMS;
-    const bool makes_gates = w.makes_factors() && u.rows && head < value_heads(p, u.h).beyond;
-    TokenInputs inputs;
-    if (makes_gates) inputs = load_inputs(p, u, head, w.lane);
-    if (has_head && w.makes_factors()) make_factors(w);
-    // Those of the next record, while other warps merge.
-    if (makes_gates) store_gates(sum_gates(p, u.rows, inputs, w.lane), w);
-    if (has_head) complete_record(p, threads, record, w);
-    if (last) return u.rows;
+    bool more = true;
+    if (last) {
+      const KeyUnit u = load_key_unit(next);
+      more = u.rows;
+      if (more) fetch_tiles(p, u, shared, thread);
+      if (w.finds_units()) {
+        const KeyUnit behind = threads.next();
+        if (w.lane == 0) store_key_unit(unit_place(shared, turn + 2), behind);
+      }
+    }
+    if (has_head) complete_record(p, threads, record, gates, w);
+    gates ^= (u32)sizeof(HeadScalars);
+    if (last) return more;
+    head += TEAMS;
   }
 }
 
@@ -428,21 +448,23 @@ __device__ __forceinline__ void make_records(const GatedDeltaParams& p, u32 shar
   const KeyUnit u = threads.next();
   if (!u.rows) return;
   fetch_tiles(p, u, shared, threads.thread);
+  u32 gates = shared + OFFSET(UnitMemory, gates) + w.team * (u32)sizeof(HeadScalars[2]);
   const int head = value_heads(p, u.h).first + w.team;
-  if (w.makes_factors() && head < value_heads(p, u.h).beyond)
-    store_gates(sum_gates(p, u.rows, load_inputs(p, u, head, w.lane), w.lane), w);
-  u32 own = shared + OFFSET(UnitMemory, units);
-  if (threads.thread == 0) store_key_unit(own, u);
+  if (w.makes_gates() && head < value_heads(p, u.h).beyond)
+    store_gates(gates, sum_gates(p, u.rows, load_inputs(p, u, head, w.lane), w.lane), w);
+  if (w.finds_units()) {
+    const KeyUnit next = threads.next();
+    if (w.lane == 0) store_key_unit(unit_place(shared, 0), u), store_key_unit(unit_place(shared, 1), next);
+  }
   bool more = true;
 #pragma unroll 1
-  while (more) {
+  for (u32 turn = 0; more; ++turn) {
     copy_async_wait<0>();
     fence_async_proxy();  // products read what has come by ordinary copies
     threads.sync();
     // Addresses that depend on the thread are computed again: not enough registers keep them all.
     const int thread = threads.thread = opaque(threads.thread);
-    more = make_unit(p, own, shared, threads, thread, team_warp(shared, thread));
-    own ^= (u32)sizeof(KeyUnit);
+    more = make_unit(p, turn, gates, shared, threads, thread, team_warp(shared, thread));
   }
   threads.end_record_before();
   if (w.copies_out()) copy_out_wait_read<0>();

@@ -37,7 +37,6 @@ def _order_of_loads(tokens: str, split: Split) -> dict[str, int | None]:
     return {"AHEAD": AHEAD[tokens] or None, "STATE_LAST": STATE_LAST[tokens] or None}
 
 
-
 _HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
 """State dtype -> blocks that a multiprocessor must have registers for where states are in shared memory: as many as
 that takes."""

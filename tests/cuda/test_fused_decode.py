@@ -111,8 +111,8 @@ def test_blocks_ask_for_the_states_of_later_ones(
     other_loads: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three blocks run at once, of two value heads of six sequences. The emulator fails where one asks for what no block
-    reads: the fourth sequence is padding, the last one new."""
+    """Three blocks run at once, of two value heads of six sequences. The emulator fails where one asks for what no
+    block reads: the fourth sequence is padding, the last one new."""
     on_device_of(1, monkeypatch)
     given: dict[str, Any] = {"H": 2, "HV": 2} if op == KDA else {"H": 1, "HV": 2}
     inputs = decode_inputs(op, B=6, has_initial_state=torch.tensor([True] * 5 + [False]), **given)

@@ -158,8 +158,8 @@ recurrence. Strides in elements: ``conv`` of rows, channels and columns, ``windo
 channels. ``tasks``: clusters of blocks of a sequence; ``task_factor`` and ``task_shift``: to divide by it. ``taps``:
 the convolution's width. ``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written;
 ``writes_keys``: those of q and k by this launch; ``keeps_candidates``: of each candidate. ``z_whole``: four elements
-of z lie together and can be read at once. ``at_once``: the blocks that the device runs at the same time, as kernels count
-them that ask the L2 for what later blocks read."""
+of z lie together and can be read at once. ``at_once``: blocks that the device runs at the same time, in kernels that
+ask the L2 for what later blocks read."""
 
 DECODE_RECORDS = _joined("DecodeRecordsParams", RECORDS, DECODE)
 """Parameters of the fused decode step with records of candidates, or with rows of their windows: ``record_update`` is

@@ -32,10 +32,10 @@ STATE_LAST = {"one": False, "several": True}
 
 def _order_of_loads(tokens: str, split: Split) -> dict[str, int | None]:
     """The macros of blocks_ahead.cuh."""
-    if not split.four_warps or split.slices > 1:
+    if not split.four_warps:
         return {}
-    return {"AHEAD": AHEAD[tokens] or None, "STATE_LAST": STATE_LAST[tokens] or None}
-
+    whole = split.slices == 1
+    return {"AHEAD": whole and AHEAD[tokens], "STATE_LAST": whole and STATE_LAST[tokens]}
 
 
 _HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}

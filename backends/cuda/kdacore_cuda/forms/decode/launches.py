@@ -95,9 +95,7 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
     }
     records = takes_records(r, mode)
     tokens = records and mode != RecurrentMode.GENERAL
-    numbers["at_once"] = kernels.blocks_at_once(
-        r.state_dtype, split, tokens, figures_of(r).multiprocessors
-    )
+    numbers["at_once"] = kernels.blocks_at_once(r.state_dtype, split, tokens, figures_of(r).multiprocessors)
     if records:
         numbers |= numbers_of_records(r)
     kind = r.K, r.state_v_first, r.state_dtype, split, mode, records

@@ -9,13 +9,6 @@
 #include "common/recurrent/token.cuh"
 #include "sm90/bulk_copies.cuh"
 
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-#ifndef STATE_LAST
-#define STATE_LAST 0
-#endif
-
 // The block that starts about when this one ends; itself if there is none.
 template <class Params>
 __device__ __forceinline__ u32 block_ahead(const Params& p) {

@@ -245,7 +245,7 @@ __device__ __forceinline__ void find_ahead(const DecodeRecordsParams& p, u32 mem
   const u32 block = block_ahead(p);
   const Item later = item_of(p, block);
   const SequenceNumbers numbers = load_start_numbers(p, later);
-  const SequenceStart start = find_start(p, numbers, load_from(p, later, numbers));
+  const SequenceStart start = find_start(p, later, numbers);
   u64 head = 0;
   if (start.reads && block != (u32)block_index())
     head = p.h0 + STATE_BYTES * (start.from * p.h0_row + (long long)later.hv * (K * V));
@@ -293,7 +293,7 @@ __device__ __forceinline__ void prepare_later(const DecodeRecordsParams& p, cons
   put_state(s, part.memory);
   Item it = item_of(p, (u32)opaque(block_index()));
   const SequenceNumbers numbers = load_numbers(p, it);
-  const Sequence sequence = find_sequence(p, it, numbers, find_start(p, numbers, load_from(p, it, numbers)));
+  const Sequence sequence = find_sequence(p, it, numbers, find_start(p, it, numbers));
   const TokenPlaces at = locate_tokens(p, it, numbers);
   pass.first += PASS_TOKENS;
   pass.count = tokens_from(it, pass.first);
@@ -346,7 +346,7 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   const SequenceNumbers numbers = load_numbers(p, it);
   sync_warp();  // else the compiler loads rows' numbers after weights
   Channels channels = load_channels(p, it, part);
-  const SequenceStart start = find_start(p, numbers, load_from(p, it, numbers));
+  const SequenceStart start = find_start(p, it, numbers);
   const TokenPlaces at = locate_tokens(p, it, numbers);
   if (start.padding) {
     if (CLUSTER > 1 && SLICES == 1) wait_cluster();
@@ -366,7 +366,6 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   if (IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
   if (IN_SHARED && !STATE_FIRST) request_state(p, start, pieces, lane, it.hv, memory);
   keep_sequence(p, it, start, sequence, at, numbers.written, memory);
-  sync_warp();  // else the compiler waits for the first loads before it issues the last ones
   if constexpr (FETCHES_AHEAD)
     if (warp_index() == WARPS - 1) find_ahead(p, memory);
 

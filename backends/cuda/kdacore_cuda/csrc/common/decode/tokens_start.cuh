@@ -29,11 +29,14 @@ __device__ __forceinline__ SequenceNumbers load_start_numbers(const DecodeRecord
 }
 __device__ __forceinline__ SequenceNumbers load_numbers(const DecodeRecordsParams& p, const Item& it) {
   const int n = it.n + it.zero;
-  SequenceNumbers r = load_start_numbers(p, it);
+  SequenceNumbers r = {};
+  r.row = load_halves(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
+  if (p.accepted) r.accepted = load_halves(p.accepted, n, p.flags & FLAG_ACCEPTED64);
   if (p.record_indices) {
     r.record = load_halves(p.record_indices, n, p.wide_records);
     if (p.num_replayed) r.replayed = load_halves(p.num_replayed, n, p.wide_counts);
   }
+  r.has_initial = p.has_initial ? load_global1(p.has_initial + n) : 1;
   if (p.cu_seqlens) {
     r.begin = load_halves(p.cu_seqlens, n, p.flags & FLAG_CU64);
     r.end = load_halves(p.cu_seqlens, n + 1, p.flags & FLAG_CU64);
@@ -64,20 +67,16 @@ __device__ __forceinline__ TokenPlaces locate_tokens(const DecodeRecordsParams& 
 }
 
 // A sequence continues from records that precede it, from the state behind one of an earlier call's candidates, or from
-// its row. The row of that state, not yet converted:
-__device__ __forceinline__ Number load_from(const DecodeRecordsParams& p, const Item& it,
-                                            const SequenceNumbers& numbers) {
-  if (!p.accepted) return numbers.row;
-  const int accepted = number_of(numbers.accepted, p.flags & FLAG_ACCEPTED64);
-  Number none = {~0u, ~0u};
-  if (accepted <= 0) return none;
-  return load_number_bits(p.indices, (it.n + it.zero) * p.indices_row + accepted - 1, p.flags & FLAG_INDEX64);
-}
-__device__ __forceinline__ SequenceStart find_start(const DecodeRecordsParams& p, const SequenceNumbers& numbers,
-                                                    const Number& from) {
+// its row.
+__device__ __forceinline__ SequenceStart find_start(const DecodeRecordsParams& p, const Item& it,
+                                                    const SequenceNumbers& numbers) {
   const bool wide = p.flags & FLAG_INDEX64;
-  SequenceStart r = {number_of(from, wide), number_of(numbers.row, wide)};
-  if (p.accepted) r.accepted = number_of(numbers.accepted, p.flags & FLAG_ACCEPTED64);
+  SequenceStart r = {number_of(numbers.row, wide)};
+  r.row = r.from;
+  if (p.accepted) {
+    r.accepted = number_of(numbers.accepted, p.flags & FLAG_ACCEPTED64);
+    r.from = r.accepted > 0 ? load_number(p.indices, (it.n + it.zero) * p.indices_row + r.accepted - 1, wide) : -1;
+  }
   const bool zeros = p.accepted && r.accepted <= 0;
   r.padding = !zeros && !is_slot(p, r.from);
   r.reads = !zeros && !r.padding && numbers.has_initial;

@@ -9,9 +9,7 @@ caches no longer hold. Before anything is timed, results are held against the re
 of them precede each call), or by states (one written after each candidate). They have no chain.
 
 ``--slices`` has every value head divided among that many blocks, whatever the number of heads, and ``--warps``
-says how many warps a block has, to find where that pays. ``--ahead 1`` has blocks of four warps with a whole head ask
-the L2 for states of later blocks, ``--state last`` ask for their own one behind everything else; ``--ahead 0`` and
-``--state first`` do not. ``--device cpu`` checks the chain alone, and verification by
+says how many warps a block has, to find where that pays. ``--device cpu`` checks the chain alone, and verification by
 the reference backend.
 """
 
@@ -303,16 +301,6 @@ def force_division(slices: int | None, warps: int | None) -> None:
         choice._has_kernel_for_tokens = lambda *given: False
 
 
-def force_loads(ahead: int | None, state: str | None) -> None:
-    """What blocks of four warps with a whole head load in which order, whatever the number of tokens."""
-    from kdacore_cuda.forms.decode import kernels
-
-    if ahead is not None:
-        kernels.AHEAD.update(dict.fromkeys(kernels.AHEAD, kernels.Ahead(ahead)))
-    if state is not None:
-        kernels.STATE_LAST.update(dict.fromkeys(kernels.STATE_LAST, state == "last"))
-
-
 def check_on_cpu(name: str, case: Case) -> None:
     whose, call = ("fused", fused) if case.by else ("chain", chain)
     check(case, whose, lambda x: call(case, x, "reference"), "cpu")
@@ -325,16 +313,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--slices", type=int, choices=(1, 2, 4))
     parser.add_argument("--warps", type=int, choices=(4, 8))
-    parser.add_argument("--ahead", type=int, choices=(0, 1))
-    parser.add_argument("--state", choices=("first", "last"))
     parser.add_argument("--samples", type=int, default=25)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load, found = results.load(), Results()
     if args.slices or args.warps:
         force_division(args.slices, args.warps)
-    if args.ahead is not None or args.state:
-        force_loads(args.ahead, args.state)
     with torch.no_grad():
         for name in args.cases:
             case = CASES[name]

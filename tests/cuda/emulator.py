@@ -70,11 +70,6 @@ extern "C" const char* run({params} p, int grid, int cluster, int threads, int s
   emu::operands_are_f16 = {f16};
   return emu::run([&] {{ {entry}(p); }}, grid, cluster, threads, shared, seed);
 }}
-extern "C" size_t prefetched_bytes() {{
-  size_t bytes = 0;
-  for (const auto& x : emu::prefetched) bytes += x.second;
-  return bytes;
-}}
 extern "C" size_t kept_bytes() {{ return emu::kept_bytes; }}
 extern "C" size_t threads_of_block() {{ return block_threads; }}
 extern "C" size_t kinds_of_blocks() {{ return sizeof shared_bytes / sizeof *shared_bytes; }}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import emulator
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,6 @@ from kdacore.types import DecodeInputs
 from kdacore_cuda.choice import Split
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.decode import forward as decode
-from kdacore_cuda.forms.decode import kernels as decode_kernels
 from kdacore_cuda.runtime import torch_launch
 
 FEW = (2, 1, 4, 0, 1, 1)
@@ -133,24 +131,6 @@ def test_tokens_that_are_no_candidates(
         inputs.state_indices[N - 2] = -1
     check(inputs, op, state_v_first=v_first, inplace_state=True, output_final_state=True)
     assert launched(emulated) == ["decode_tokens"]
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("way", ["records", "states"])
-def test_blocks_ask_for_the_states_of_later_ones(
-    way: str, fresh: bool, emulated: list[str], poison: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three of six blocks run at once. The emulator fails where one asks for what no block reads: the last sequence by
-    records is padding, the fifth by states continues from zeros, and so does the fourth if it is ``fresh``."""
-    on_device_for(Split(1, 1, True), 6, monkeypatch)
-    inputs = candidates(lengths=FEW, HV=1, K=128) if way == "records" else by_states(KDA, HV=1)
-    if fresh:
-        inputs = inputs._replace(has_initial_state=torch.tensor([True] * 3 + [False] + [True] * 2))
-    request = check(inputs, **IN_PLACE)
-    kernel = decode_kernels.tokens_kernel(False, "float32", chosen(request).split, chosen(request).mode)
-    assert emulated[0] == kernel.source.name
-    asked = emulator.build(kernel.source, kernel.params).prefetched_bytes()
-    assert asked == (1 if fresh else 2) * 128 * 128 * 4
 
 
 def test_every_argument(emulated: list[str], poison: None) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import emulator
 import pytest
 import torch
 from decode_calls import GDN, KDA, NAN, check, decode_inputs, decode_request
@@ -13,12 +11,9 @@ from gated_delta_calls import in_each_order
 from pool_checks import same_bits
 
 from kdacore_cuda import choice
-from kdacore_cuda.build.compiler import compile_kernel
-from kdacore_cuda.build.launch_sizes import read_launch_sizes
 from kdacore_cuda.choice import RecurrentMode, Split
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.decode import forward as decode
-from kdacore_cuda.forms.decode import kernels, launches
 from kdacore_cuda.runtime import torch_launch
 
 GENERAL, ONE, HEAD = RecurrentMode.GENERAL, RecurrentMode.ONE_TOKEN, RecurrentMode.ONE_TOKEN_HEAD_GATE
@@ -80,68 +75,6 @@ def test_each_division(
     name = launched_kernel(emulated)
     assert f"CLUSTER{want.blocks}" in name and f"COLUMNS{128 // want.slices}-" in name
     assert_mode(emulated, HEAD if op == GDN else ONE)
-
-
-# --- what blocks ask for, and when --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def other_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks ask the L2 for states of later ones, and for their own one behind everything else."""
-    kept = kernels.decode_kernel, launches._program, launches._program_with_windows
-    monkeypatch.setitem(kernels.AHEAD, "one", kernels.Ahead.STATES)
-    monkeypatch.setitem(kernels.STATE_LAST, "one", True)
-    for function in kept:
-        function.cache_clear()
-    yield
-    for function in kept:
-        function.cache_clear()
-
-
-@pytest.mark.first_cases(2)
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("op", [KDA, GDN])
-def test_blocks_ask_for_the_states_of_later_ones(
-    op: str,
-    v_first: bool,
-    wide: bool,
-    emulated: list[str],
-    poison: None,
-    other_loads: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Three blocks run at once, of two value heads of six sequences. The emulator fails where one asks for what no
-    block reads: the fourth sequence is padding, the last one new."""
-    on_device_of(1, monkeypatch)
-    given: dict[str, Any] = {"H": 2, "HV": 2} if op == KDA else {"H": 1, "HV": 2}
-    inputs = decode_inputs(op, B=6, has_initial_state=torch.tensor([True] * 5 + [False]), **given)
-    inputs.state_indices[3] = -1
-    if not wide:
-        inputs = inputs._replace(state_indices=inputs.state_indices.int())
-    request = check(inputs, op, state_v_first=v_first, **IN_PLACE)
-    kernel = kernels.decode_kernel(128, v_first, "float32", chosen(request).split, chosen(request).mode)
-    assert emulated[0] == kernel.source.name
-    assert "-AHEAD1-STATE_LAST1" in kernel.source.name
-    asked = emulator.build(kernel.source, kernel.params).prefetched_bytes()
-    # Blocks 3 to 11: sequence 3 has 6 and 7, whose own blocks ask for nothing either, sequence 5 has 10 and 11.
-    assert asked == 4 * 128 * 128 * 4
-
-
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tokens", [False, True])
-def test_as_many_blocks_run_at_once_as_launches_say(tokens: bool, state_dtype: str) -> None:
-    """On a multiprocessor of Hopper: 65,536 registers, and shared memory of 228 KB, 1 KB of it for each block."""
-    split = Split(1, 1, True)
-    if tokens:
-        kernel = kernels.tokens_kernel(False, state_dtype, split, ONE)
-    else:
-        kernel = kernels.decode_kernel(128, False, state_dtype, split, ONE)
-    compiled = compile_kernel(kernel.source, "sm_90a")
-    sizes = read_launch_sizes(compiled.cubin, kernel.source.entry)
-    registers = -(-compiled.usage().registers // 8) * 8
-    room = min(65536 // (sizes.threads * registers), 228 * 1024 // (sizes.shared[0] + 1024))
-    assert kernels.blocks_at_once(state_dtype, split, tokens, 132) == 132 * room
 
 
 @pytest.mark.first_cases(2)

@@ -141,7 +141,7 @@ DECODE_ARRAYS = ParamStruct(
     (
         *_fields("ptr", "x conv_weight conv_bias conv_state conv_indices conv_windows z norm_weight"),
         *_fields("i64", "x_sb x_st conv_sr conv_sc conv_sl window_sr window_st window_sl window_sc"),
-        *_fields("i64", "z_sb z_st z_sh z_sv norm_sh task_factor tasks at_once"),
+        *_fields("i64", "z_sb z_st z_sh z_sv norm_sh task_factor tasks"),
     ),
 )
 DECODE_NUMBERS = ParamStruct(
@@ -158,8 +158,7 @@ recurrence. Strides in elements: ``conv`` of rows, channels and columns, ``windo
 channels. ``tasks``: clusters of blocks of a sequence; ``task_factor`` and ``task_shift``: to divide by it. ``taps``:
 the convolution's width. ``wide_conv``: ``conv_indices`` has 64 bits. ``writes_conv``: windows are written;
 ``writes_keys``: those of q and k by this launch; ``keeps_candidates``: of each candidate. ``z_whole``: four elements
-of z lie together and can be read at once. ``at_once``: blocks that the device runs at the same time, in kernels that
-ask the L2 for what later blocks read."""
+of z lie together and can be read at once."""
 
 DECODE_RECORDS = _joined("DecodeRecordsParams", RECORDS, DECODE)
 """Parameters of the fused decode step with records of candidates, or with rows of their windows: ``record_update`` is

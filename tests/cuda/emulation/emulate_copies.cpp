@@ -152,15 +152,10 @@ void store_async(u32 a, u32 x, u32 bar) {
 }
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar) { emu::send({emu::me, dst, src, bytes, bar, nullptr}); }
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar) {
-  emu::copied_in.insert({src, bytes});
   emu::send({emu::me, emu::own(dst), 0, bytes, emu::own(bar), src});
 }
 void copy_in_to_both(u32 dst, const void* src, u32 bytes, u32 bar) {
   for (u32 rank = 0; rank < 2; ++rank) emu::send({emu::me, cluster_address(dst, rank), 0, bytes, cluster_address(bar, rank), src});
-}
-void prefetch_bulk(const void* src, u32 bytes) {
-  if (bytes % 16 || (uintptr_t)src % 16) emu::fail("bulk prefetch size or alignment", bytes);
-  emu::prefetched.insert({src, bytes});
 }
 // Reads its source when it is waited for: what would be read earlier is the same, as nobody may write there.
 void copy_out(void* dst, u32 src, u32 bytes) {

@@ -35,7 +35,6 @@ void store_async(u32 a, u32 x, u32 bar);
 void copy_to_block(u32 dst, u32 src, u32 bytes, u32 bar);
 void copy_in(u32 dst, const void* src, u32 bytes, u32 bar);
 void copy_in_to_both(u32 dst, const void* src, u32 bytes, u32 bar);
-void prefetch_bulk(const void* src, u32 bytes);
 inline void copy_in_to_both_evict_first(u32 dst, const void* src, u32 bytes, u32 bar) { copy_in_to_both(dst, src, bytes, bar); }
 inline void copy_in_evict_first(u32 dst, const void* src, u32 bytes, u32 bar) { copy_in(dst, src, bytes, bar); }
 void copy_out(void* dst, u32 src, u32 bytes);

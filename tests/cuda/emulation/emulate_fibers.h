@@ -13,7 +13,6 @@
 #include <functional>
 #include <map>
 #include <random>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -144,7 +143,6 @@ inline jmp_buf scheduler, ending;
 inline std::string message;  // of what ended the launch
 inline std::vector<Block>* cluster;
 inline std::vector<Late> late;
-inline std::set<std::pair<const void*, u32>> copied_in, prefetched;  // address and bytes, of a launch
 inline std::function<void()> entry;
 inline std::mt19937 chance;
 inline int block_threads, grid, barriers;

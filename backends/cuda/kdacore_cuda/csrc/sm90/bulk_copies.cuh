@@ -23,10 +23,6 @@ __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
                "r"(bytes)
                : "memory");
 }
-// Asks the L2 for bytes of device memory (a multiple of 16, as the address), which nothing waits for.
-__device__ __forceinline__ void prefetch_bulk(const void* src, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
 // Copies bytes (a multiple of 16, as both addresses) from device memory to this block's shared
 // memory; `bar` counts them.
 __device__ __forceinline__ void copy_in(u32 dst, const void* src, u32 bytes, u32 bar) {

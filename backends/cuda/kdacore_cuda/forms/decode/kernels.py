@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from functools import cache
 
 from kdacore.types import Request
@@ -12,32 +11,10 @@ from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
 _WARP_CHANNELS = 16
 """Channels of K for each warp of a block: a thread owns one of q's or k's."""
+
+
 _HEAD_WARP_CHANNELS = 32
 """The same of blocks of four warps: a thread owns one of q's, k's and v's each."""
-
-
-class Ahead(IntEnum):
-    """What blocks of four warps ask the L2 for on behalf of later ones (csrc/common/decode/blocks_ahead.cuh), where
-    each has a whole head."""
-
-    NOTHING = 0
-    STATES = 1
-
-
-AHEAD = {"one": Ahead.NOTHING, "several": Ahead.STATES}
-"""For one token of each sequence, and for several."""
-STATE_LAST = {"one": False, "several": True}
-"""Whether these blocks ask for their own state behind everything else."""
-
-
-def _order_of_loads(tokens: str, split: Split) -> dict[str, int | None]:
-    """The macros of blocks_ahead.cuh."""
-    if not split.four_warps:
-        return {}
-    whole = split.slices == 1
-    return {"AHEAD": whole and AHEAD[tokens], "STATE_LAST": whole and STATE_LAST[tokens]}
-
-
 _HEAD_BLOCKS = {"float32": 3, "bfloat16": 5, "float16": 5}
 """State dtype -> blocks that a multiprocessor must have registers for where states are in shared memory: as many as
 that takes."""
@@ -73,7 +50,6 @@ def decode_kernel(
         RECORDS=True if records else None,
         MODE=mode,
         CLUSTER=split.blocks,
-        **_order_of_loads("one", split),
     )
 
 
@@ -103,7 +79,6 @@ def tokens_kernel(v_first: bool, state_dtype: str, split: Split, mode: Recurrent
         RECORDS=True,
         MODE=mode,
         CLUSTER=split.blocks,
-        **_order_of_loads("several", split),
     )
 
 
@@ -115,14 +90,6 @@ there are no more blocks than multiprocessors."""
 def grid_blocks(r: Request, split: Split) -> int:
     """Blocks of a launch."""
     return r.N * r.HV * split.slices
-
-
-def blocks_at_once(state_dtype: str, split: Split, tokens: bool, multiprocessors: int) -> int:
-    """Blocks of four warps with a whole head each that so many multiprocessors run at the same time; 0 of others.
-    ``tokens``: of the kernel for several tokens."""
-    if not split.four_warps or split.slices > 1:
-        return 0
-    return multiprocessors * (_TOKENS_BLOCKS[1] if tokens else _HEAD_BLOCKS[state_dtype])
 
 
 _WINDOW_THREADS = 256

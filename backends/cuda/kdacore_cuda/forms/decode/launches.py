@@ -65,7 +65,7 @@ _OF_TOKENS = (
 _NUMBERS = (
     *(*_STRIDES, *ROWS, *_OF_TOKENS),
     *("tasks", "task_factor", "task_shift", "writes_keys"),
-    *("indices_row", "writes_row", "N", "fills_device", "z_whole", "at_once", "blocks"),
+    *("indices_row", "writes_row", "N", "fills_device", "z_whole", "blocks"),
 )
 
 
@@ -94,8 +94,6 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         "blocks": kernels.grid_blocks(r, split),
     }
     records = takes_records(r, mode)
-    tokens = records and mode != RecurrentMode.GENERAL
-    numbers["at_once"] = kernels.blocks_at_once(r.state_dtype, split, tokens, figures_of(r).multiprocessors)
     if records:
         numbers |= numbers_of_records(r)
     kind = r.K, r.state_v_first, r.state_dtype, split, mode, records

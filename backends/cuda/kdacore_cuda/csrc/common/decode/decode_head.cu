@@ -32,16 +32,6 @@ struct Part {
   int column() const { return slice * COLUMNS; }
 };
 
-// A block's sequence and value head.
-__device__ __forceinline__ Item item_of(const DecodeParams& p, u32 block) {
-  const u32 task = block / CLUSTER;
-  Item it;
-  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
-  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
-  return it;
-}
-
 // The row of the pool that a sequence starts from, not yet converted, and whether it starts from what the row holds.
 struct HeadStart {
   Number row;
@@ -179,15 +169,6 @@ __device__ __forceinline__ void request_part(const DecodeParams& p, int from, in
   copy_in(memory + OFFSET(HeadMemory, state) + part, reinterpret_cast<const void*>(source), PART_BYTES,
           come_barrier(memory));
 }
-// The same of a later block, which starts from what the row holds.
-__device__ __forceinline__ void request_ahead(const DecodeParams& p, const HeadStart& start, u32 block) {
-  const int from = number_of(start.row, p.flags & FLAG_INDEX64);
-  if (thread_index() % 32 != 0 || block == (u32)block_index() || !is_slot(p, from) || !start.reads) return;
-  const Item it = item_of(p, block);
-  const u64 source = p.h0 + STATE_BYTES * (from * p.h0_row) + (u64)it.hv * (K * V * STATE_BYTES) +
-                     thread_index() / 32 * PART_BYTES;
-  prefetch_bulk(reinterpret_cast<const void*>(source), PART_BYTES);
-}
 // This lane's part, or zeros, which in shared memory every thread writes that reads them.
 __device__ __forceinline__ void load_pieces(const DecodeParams& p, Pieces& pieces, const LanePosition& lane, int from,
                                             int hv, u32 memory, bool reads) {
@@ -237,12 +218,6 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
                                                   const TokenPlaces& at, const LanePosition& lane,
                                                   const HeadStart& start) {
   const u32 memory = part.memory;
-  const u32 later = block_ahead(p);
-  HeadStart later_start;
-  if constexpr (FETCHES_AHEAD) {
-    const Item it = item_of(p, later);
-    later_start = load_start(p, it, start_offset(p, it));
-  }
   // 1. Issue all loads: windows and state as soon as the row is known.
   HeadInputs in = load_inputs(p, it, h, part, at);
   HeadWindows windows = windows_of(p, in);
@@ -255,17 +230,15 @@ __device__ __forceinline__ void decode_value_head(const DecodeParams& p, const I
   const bool reads = start.reads;
   find_row(p, windows, from);
   Pieces pieces;
-  // A whole state takes longer to come than windows and what is computed from them; a part of it does not.
-  if (STATE_FIRST) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
+  // Windows first: they are needed first, and would queue behind the states of all blocks.
   load_windows(in, windows, reads);
-  if (!STATE_FIRST) load_pieces(p, pieces, lane, from, it.hv, memory, reads);
+  load_pieces(p, pieces, lane, from, it.hv, memory, reads);
   const LateInputs late = load_late(p, it, part, at);
 
   // 2. Gate and convolution, while the state is on its way.
   stage_token(p, in, memory);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   sync_block();  // the token is staged, and this block's loads of the windows have come
-  if constexpr (FETCHES_AHEAD) request_ahead(p, later_start, later);
   const bool writes = p.writes_conv;
   const u32 read = memory + OFFSET(HeadMemory, read);
   if (CLUSTER > 1 && writes && thread_index() == 0) barrier_arrive_remote(cluster_address(read, 0));
@@ -325,8 +298,11 @@ KDA_KERNEL(THREADS, MIN_BLOCKS) KDA_CLUSTER(CLUSTER) decode_head(KDA_PARAM Decod
   const u32 block = block_index(), rank = block % CLUSTER, task = block / CLUSTER;
   const Part part = {(int)rank, (int)rank % SLICES, shared_address(memory)};
   begin_block(part.memory);
-  Item it = item_of(p, block);
+  Item it;
+  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
+  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
   const int h = task - it.n * (int)p.tasks;
+  it.hv = h * HEADS + rank / SLICES;
   const TokenPlaces at = locate_tokens(p, it);
   const LanePosition lane = make_position(part.column(), 0);
   const u32 first_index = start_offset(p, it);

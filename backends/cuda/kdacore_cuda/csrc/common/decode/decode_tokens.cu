@@ -231,32 +231,6 @@ __device__ __forceinline__ void store_outputs(const DecodeRecordsParams& p, cons
                (long long)((Offset)KEPT(part.memory, o) + (Offset)t * p.HV * V + part.column() + norm_column()),
                TYPE_BFLOAT16, o);
 }
-// The block's sequence and value head.
-__device__ __forceinline__ Item item_of(const DecodeRecordsParams& p, u32 block) {
-  const u32 task = block / CLUSTER;
-  Item it;
-  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
-  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
-  return it;
-}
-// Where the state of a later block is, to shared memory, by the lanes of one warp.
-__device__ __forceinline__ void find_ahead(const DecodeRecordsParams& p, u32 memory) {
-  const u32 block = block_ahead(p);
-  const Item later = item_of(p, block);
-  const SequenceNumbers numbers = load_start_numbers(p, later);
-  const SequenceStart start = find_start(p, later, numbers);
-  u64 head = 0;
-  if (start.reads && block != (u32)block_index())
-    head = p.h0 + STATE_BYTES * (start.from * p.h0_row + (long long)later.hv * (K * V));
-  if (thread_index() % 32 == 0)
-    store_shared(memory + OFFSET(TokensMemory, kept) + OFFSET(KeptSequence, ahead), (u32)head, (u32)(head >> 32), 0, 0);
-}
-__device__ __forceinline__ void request_ahead(u32 memory) {
-  if (thread_index() % 32 != 0) return;
-  const u64 head = KEPT_ADDRESS(memory, ahead);
-  if (head) prefetch_bulk(reinterpret_cast<const void*>(head + PART_BYTES * warp_index()), PART_BYTES);
-}
 // Zeros for the outputs of a sequence without a slot.
 __device__ __forceinline__ void leave_padding(const DecodeRecordsParams& p, const Item& it, const TokenPlaces& at,
                                               const Part& part) {
@@ -280,6 +254,15 @@ __device__ __forceinline__ void wait_read(const Part& part) {
 
 __device__ __forceinline__ int tokens_from(const Item& it, int first) {
   return it.length - first < PASS_TOKENS ? it.length - first : PASS_TOKENS;
+}
+// The block's sequence and value head.
+__device__ __forceinline__ Item item_of(const DecodeRecordsParams& p, u32 block) {
+  const u32 task = block / CLUSTER;
+  Item it;
+  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
+  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
+  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
+  return it;
 }
 __device__ __forceinline__ void keep_norm(const float4& norm, u32 memory) {
   store_shared(own_factors(memory), __float_as_uint(norm.x), __float_as_uint(norm.y), __float_as_uint(norm.z),
@@ -342,7 +325,7 @@ __device__ __forceinline__ void take_pass(const DecodeRecordsParams& p, const Pa
 __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, Item& it, const Part& part,
                                                   const LanePosition& lane) {
   const u32 memory = part.memory;
-  // 1. Issue all loads, the state as soon as its row is known.
+  // 1. Issue all loads, the state last: what the convolution needs would queue behind the states of all blocks.
   const SequenceNumbers numbers = load_numbers(p, it);
   sync_warp();  // else the compiler loads rows' numbers after weights
   Channels channels = load_channels(p, it, part);
@@ -352,22 +335,21 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
     if (CLUSTER > 1 && SLICES == 1) wait_cluster();
     return leave_padding(p, it, at, part);
   }
-  Pieces pieces;
-  if (STATE_FIRST) request_state(p, start, pieces, lane, it.hv, memory);
   const Sequence sequence = find_sequence(p, it, numbers, start);
   Pass pass = {0, tokens_from(it, 0)};
   find_windows(p, sequence, channels, at.x, 0);
   PassInputs inputs = load_inputs(p, it, channels, at, 0, pass.count);
   Bits<1> beta = {};
   if (pass.count > 0) beta = load_beta(p, it, at, 0, pass.count);
+  Pieces pieces;
   if (!IN_SHARED) request_state(p, start, pieces, lane, it.hv, memory);
   const NormInputs norm = load_norm(p, it, part, at, 0, pass.count);
   ThreadRecords records;
-  if (IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
-  if (IN_SHARED && !STATE_FIRST) request_state(p, start, pieces, lane, it.hv, memory);
+  if (IN_SHARED) {
+    records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
+    request_state(p, start, pieces, lane, it.hv, memory);
+  }
   keep_sequence(p, it, start, sequence, at, numbers.written, memory);
-  if constexpr (FETCHES_AHEAD)
-    if (warp_index() == WARPS - 1) find_ahead(p, memory);
 
   // 2. Gate and convolution of the first tokens, while the state is on its way.
   stage_tokens(p, it, sequence, channels, inputs, memory, 0, pass.count);
@@ -376,7 +358,6 @@ __device__ __forceinline__ void decode_value_head(const DecodeRecordsParams& p, 
   if (!IN_SHARED) records = load_records(p, sequence.records, own_update(part), 0, sequence.records.replayed);
   if (CLUSTER > 1 && SLICES == 1) wait_cluster();  // all blocks have begun
   sync_block();  // tokens are staged, and this block's loads of the windows have come
-  if constexpr (FETCHES_AHEAD) request_ahead(memory);
   if (pass.count > 0) keep_factors(p, memory, finish_beta(p, beta));
 
   // 3. The state, and the records that precede the tokens.

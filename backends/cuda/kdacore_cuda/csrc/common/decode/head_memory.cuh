@@ -1,7 +1,6 @@
 // Shared memory of a block of decode_head.cu, and what its threads read there.
 #pragma once
 
-#include "common/decode/blocks_ahead.cuh"
 #include "common/decode/norm_inputs.cuh"
 #include "common/recurrent/states.cuh"
 
@@ -13,7 +12,6 @@ constexpr int SLICES = V / COLUMNS;        // blocks of a value head
 constexpr int HEADS = CLUSTER / SLICES;    // value heads of a cluster
 constexpr int NORM_LANES = COLUMNS / 4;    // of the first warp, four columns each; the other lanes repeat them
 constexpr bool IN_SHARED = SLICES == 1;    // where a block keeps its state
-constexpr bool FETCHES_AHEAD = AHEAD && IN_SHARED, STATE_FIRST = IN_SHARED && !STATE_LAST;
 static_assert(THREADS == K && ONE && PARTS == 1, "a thread for each channel, one token");
 static_assert(HEADS * SLICES == CLUSTER, "whole heads");
 // A warp's part of the state of a whole head lies together: its channels of K, or its rows of V.

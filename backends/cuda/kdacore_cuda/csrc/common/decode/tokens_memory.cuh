@@ -1,7 +1,6 @@
 // Shared memory of a block of decode_tokens.cu, and what its threads read there.
 #pragma once
 
-#include "common/decode/blocks_ahead.cuh"
 #include "common/decode/decode_records.cuh"
 #include "common/decode/norm_inputs.cuh"
 #include "common/recurrent/records.cuh"
@@ -14,7 +13,6 @@ constexpr int SLICES = V / COLUMNS;        // blocks of a value head
 constexpr int HEADS = CLUSTER / SLICES;    // value heads of a cluster
 constexpr int NORM_LANES = COLUMNS / 4;    // of a warp, four columns each; the other lanes repeat them
 constexpr bool IN_SHARED = SLICES == 1;    // where the state is until all of it has come
-constexpr bool FETCHES_AHEAD = AHEAD && IN_SHARED, STATE_FIRST = IN_SHARED && !STATE_LAST;
 static_assert(RECORDS && THREADS == K && ONE && PARTS == 1, "a thread for each channel");
 static_assert(HEADS * SLICES == CLUSTER, "whole heads");
 
@@ -83,7 +81,6 @@ struct KeptSequence {
   Offset x, o;  // the first token
   int flags, replayed, length, candidates;
   int rows[MOST_TOKENS];  // that are written
-  u64 ahead, unused;  // the state that a later block reads (blocks_ahead.cuh); 0: none
 };
 struct TokensMemory {
   unsigned char areas[WARPS][AREA_BYTES];  // of each warp: its part of the state as in device memory, then WarpMemory

@@ -18,15 +18,6 @@ __device__ __forceinline__ Number load_halves(u64 base, long long index, bool wi
   if (wide) r.high = load_global4(at + 4);
   return r;
 }
-// Those of them that say where its state is.
-__device__ __forceinline__ SequenceNumbers load_start_numbers(const DecodeRecordsParams& p, const Item& it) {
-  const int n = it.n + it.zero;
-  SequenceNumbers r = {};
-  r.row = load_halves(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
-  if (p.accepted) r.accepted = load_halves(p.accepted, n, p.flags & FLAG_ACCEPTED64);
-  r.has_initial = p.has_initial ? load_global1(p.has_initial + n) : 1;
-  return r;
-}
 __device__ __forceinline__ SequenceNumbers load_numbers(const DecodeRecordsParams& p, const Item& it) {
   const int n = it.n + it.zero;
   SequenceNumbers r = {};

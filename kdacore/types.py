@@ -836,16 +836,18 @@ class Selection:
         chosen = next((c for c in self.candidates if c.backend == self.backend), None)
         form = "" if chosen is None else chosen.form
         lines.append(f"chosen: {self.backend or 'none'}{form and f', {form}'} ({self.why})")
-        if chosen is not None and chosen.lacking:
-            lines.append(_elsewhere(chosen, r.device.arch or r.device.type))
+        if chosen is not None and r.device.type != "cpu":
+            lines.append(_summary(chosen, r.device.arch or r.device.type))
         return "\n".join(lines)
 
 
-def _elsewhere(chosen: Candidate, hardware: str) -> str:
-    """What runs on hardware that is not here, and the lines that install what it needs."""
+def _summary(chosen: Candidate, hardware: str) -> str:
+    """What runs on the hardware, which need not be here, how long that takes, and the lines that install it."""
     extras = sorted({name for text in chosen.remedies for name in re.findall(r"kdacore\[\w+\]", text)})
     needs = f"on {hardware}" + f" with {' and '.join(extras)}" * bool(extras)
-    ran = [chosen.backend, chosen.form.partition(":")[0], _time(chosen)]
+    how = chosen.cost_source.partition(" (")[0]
+    time = "no time measured" if chosen.cost is None else f"{_time(chosen)} {how}".rstrip()
+    ran = [chosen.backend, chosen.form.partition(":")[0], time]
     install = "".join([f"; {text}" for text in dict.fromkeys(chosen.remedies)])
     return f"{needs}: {', '.join(filter(None, ran))}{install}"
 

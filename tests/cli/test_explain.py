@@ -167,7 +167,7 @@ def test_hardware_that_is_assumed_need_not_be_here(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "-> fast: supported" in out and "     assumed, not here: no board\n" in out
     assert out.splitlines()[-2].startswith("chosen: fast")
-    assert out.splitlines()[-1] == "on sm_90: fast, cost unknown"
+    assert out.splitlines()[-1] == "on sm_90: fast, no time measured"
     assert cli.main(["explain", "chunk_kda", "--backend", "fast", *hopper, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["backend"] == "fast"
@@ -210,7 +210,7 @@ def test_the_form_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = " ".join(" ".join(lines).partition("chosen: ")[2].split())
     assert chosen.startswith("cuda, segments: 8 heads") and "; the device is assumed (" in chosen
     assert max(map(len, lines)) <= 100
-    assert re.fullmatch(r"on sm_90: cuda, segments, 0\.\d+ ms", last)
+    assert re.fullmatch(r"on sm_90: cuda, segments, 0\.\d+ ms interpolated", last)
     assert cli.main(["explain", "chunk_kda", *words, "--json"]) == 0
     forms = {c["backend"]: c["form"] for c in json.loads(capsys.readouterr().out)["candidates"]}
     assert forms["cuda"].startswith("segments: 8 heads (up to ") and forms["triton"].startswith(
@@ -261,7 +261,7 @@ def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
     run = subprocess.run([sys.executable, "-c", MISSING, *words], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     last = run.stdout.splitlines()[-1]
-    wanted = r"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms; pip install 'kdacore\[cuda\]'"
+    wanted = r"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms interpolated; pip install 'kdacore\[cuda\]'"
     assert re.fullmatch(wanted, last), run.stdout
 
 

@@ -304,17 +304,16 @@ def _list(out: Console) -> None:
                 out.print(f"    {case.name}")
     for name, listed in PRESETS.items():
         out.print(f"{name}:")
-        rows = [
-            (
-                c.name,
-                c.phase,
-                c.dtype,
-                ", ".join(f"{backend} {_goal(goal)}" for backend, goal in c.goals.items()) or "-",
-                results.duration(c.peer),
-            )
-            for c in listed
-        ]
+        rows = [row for case in listed for row in _rows(case)]
         out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, out, indent=4), end="")
+
+
+def _rows(case: Case) -> Iterator[tuple[str, ...]]:
+    """A case in the list, its goals below one another: beside one another they are wider than a terminal."""
+    goals = [f"{backend} {_goal(goal)}" for backend, goal in case.goals.items()] or ["-"]
+    yield case.name, case.phase, case.dtype, goals[0], results.duration(case.peer)
+    for goal in goals[1:]:
+        yield "", "", "", goal, ""
 
 
 def _goal(goal: Goal) -> str:

@@ -841,9 +841,13 @@ class Selection:
         return "\n".join(lines)
 
 
+_EXTRA = re.compile(r"'(?:kdacore|\.)\[(\w+)\]'")
+"""In the line that installs kdacore with an extra (:func:`kdacore.lazy.install_line`)."""
+
+
 def _summary(chosen: Candidate, hardware: str) -> str:
     """What runs on the hardware, which need not be here, how long that takes, and the lines that install it."""
-    extras = sorted({name for text in chosen.remedies for name in re.findall(r"kdacore\[\w+\]", text)})
+    extras = sorted({f"kdacore[{name}]" for text in chosen.remedies for name in _EXTRA.findall(text)})
     needs = f"on {hardware}" + f" with {' and '.join(extras)}" * bool(extras)
     how = chosen.cost_source.partition(" (")[0]
     time = "no time measured" if chosen.cost is None else f"{_time(chosen)} {how}".rstrip()

@@ -20,6 +20,7 @@ from kdacore.cli import call_arguments
 from kdacore.cli.time_limit import not_terminated
 from kdacore.errors import did_you_mean
 from kdacore.files import writable
+from kdacore.lazy import install_line
 from kdacore.machine import version_of
 from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
@@ -182,7 +183,7 @@ def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
     """What a preset needs and this environment lacks."""
     for preset in presets:
         if preset == "xla" and not version_of("jax"):
-            return "xla needs jax, which is not installed: pip install 'kdacore[jax]'"
+            return f"xla needs jax, which is not installed: {install_line('jax')}"
         for kind in dict.fromkeys(_kinds(preset, args)):
             if kind != "numpy" and not version_of(kind):
                 instead = "" if preset == "h200-stages" else ", or give --kind numpy"

@@ -790,7 +790,8 @@ class Candidate:
     """The form in which it would serve the call, and the numbers that decide (:attr:`OpImpl.form`). Empty where the
     backend has one form, where it cannot serve the call, and in selections of calls that nobody asked about."""
     remedies: tuple[str, ...] = ()
-    """The lines that install the packages among ``lacking``."""
+    """The lines that install the packages it needs, where ``lacking`` is not empty: the machine that has the hardware
+    may have none of them."""
 
     @property
     def supported(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -118,7 +119,9 @@ def test_explain_says_what_an_h200_took(
 ) -> None:
     assert cli.main(["explain", *words.split(), "--arch", "H200", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    last = said["text"].splitlines()[-1]
-    assert last.startswith(f"on sm_90: {said['backend']}") and last.endswith(f", {time}")
+    last, _, install = said["text"].splitlines()[-1].partition("; ")
+    extra = {"cuda": "cuda", "xla": "jax", "triton": "triton"}[said["backend"]]
+    assert re.fullmatch(rf"on sm_90( with kdacore\[{extra}\])?: {said['backend']}.*, {time}", last)
+    assert not install or install.startswith(f"pip install '.[{extra}]'")
     (chosen,) = [c for c in said["candidates"] if c["backend"] == said["backend"]]
     assert chosen["cost_source"] == source

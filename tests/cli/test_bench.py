@@ -723,3 +723,14 @@ def test_the_tables_of_the_cpu_preset_fit_100_columns() -> None:
         met=True,
     )
     assert max(map(len, str(results.figure_table([figure], out, judged=True)).splitlines())) <= 100
+
+
+def test_reasons_of_what_is_skipped_are_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "not here: jax is not installed; to get it: " + "a line that installs it, " * 5
+    fields = {"preset": "p", "case": "c", "phase": "forward", "contender": "kdacore xla"}
+    row = results.Row(**fields, status="skipped", note=reason)
+    out = report.console()
+    out.print(results.row_table([row], out), end="")
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 100
+    assert " ".join(said.split()).endswith(f"skipped kdacore xla (c): {reason}".strip())

@@ -853,7 +853,9 @@ def _summary(chosen: Candidate, hardware: str) -> str:
     how = chosen.cost_source.partition(" (")[0]
     time = "no time measured" if chosen.cost is None else f"{_time(chosen)} {how}".rstrip()
     ran = [chosen.backend, chosen.form.partition(":")[0], time]
-    install = "".join([f"; {text}" for text in dict.fromkeys(chosen.remedies)])
+    remedies = dict.fromkeys(chosen.remedies)  # a verifier's may begin with what a requirement says too
+    own = [text for text in remedies if not any(text != r and text.startswith(r) for r in remedies)]
+    install = "".join([f"; {text}" for text in own])
     return f"{needs}: {', '.join(filter(None, ran))}{install}"
 
 

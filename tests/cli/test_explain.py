@@ -19,7 +19,7 @@ from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES, OPS
 from kdacore.registry import REGISTRY, Registered
-from kdacore.types import Backend, OpImpl, Requirement
+from kdacore.types import Backend, Candidate, OpImpl, Requirement, Selection
 
 CPU = ["--kind", "numpy", "--device", "cpu", "--dtype", "float32"]
 
@@ -266,6 +266,22 @@ def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
     install = r"pip install '\.\[cuda\]' in a checkout of kdacore"
     wanted = rf"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms interpolated; {install}"
     assert re.fullmatch(wanted, last), run.stdout
+
+
+def test_a_line_that_another_one_begins_with_is_said_once() -> None:
+    """Without NVRTC, on an architecture without packaged kernels."""
+    lines = (
+        "pip install '.[cuda]' in a checkout",
+        "pip install '.[cuda]' in a checkout, or a wheel",
+        "buy one",
+    )
+    fields = ("cuda", (), None, 0, True, ("no driver",))
+    request = request_of(CallDescription(device="cuda", arch="sm_89", kind="torch", dtype="bfloat16"))
+    told = Selection(request, "cuda", "a test", (Candidate(*fields, remedies=lines),))
+    wanted = (
+        "on sm_89 with kdacore[cuda]: cuda, no time measured; pip install '.[cuda]' in a checkout; buy one"
+    )
+    assert str(told).splitlines()[-1] == wanted
 
 
 def test_an_architecture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ HOST = "h200/h200-host"
 FIRST_CALL = "h200/h200-first-call"
 CPU = ("cpu/cpu", "cpu/xla", "cpu/dispatch", "cpu/import")
 MEMORY_RATE = "h200/memory-rates"
-XLA, XLA_GRADIENT = "h200/xla", "h200/xla-grad"
+XLA, XLA_GRADIENT, JAX_CALLS = "h200/xla", "h200/xla-grad", "h200/jax-calls"
 TPU = "tpu-compiler/report"
 
 OURS = {"cuda": "kdacore cuda", "triton": "kdacore triton"}
@@ -215,6 +215,12 @@ def decode_bytes(case: Case) -> int:
     return 2 * 4 * case.size("B") * case.size("HV") * case.size("K") * case.size("V")
 
 
+@dataclass(frozen=True)
+class Part:
+    cases: dict[str, Case]
+    floors: dict[str, float]
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
@@ -312,21 +318,47 @@ def cpu_table(records: Records) -> str:
     return _table(["preset", "what", "median"], lines)
 
 
-def jax_table(records: Records, forward: dict[str, Case], floors: dict[str, float]) -> str:
+def jax_table(records: Records, parts: dict[str, Part]) -> str:
+    """Calls from JAX: the backends that serve them, and the same cases from torch."""
+    part = "JAX on a GPU"
+    cuda = {
+        row["case"]: row["seconds"]
+        for row in records.read(JAX_CALLS, part)["rows"]
+        if row["contender"] == "jax"
+    }
+    xla = records.read(XLA, part)["rows"]
+    gradient = next(r for r in records.read(XLA_GRADIENT, part)["rows"] if r["what"].startswith("gradient"))
+    size = "B1 T8192 H64"
+    passes = (("forward", "forward", "forward"), ("training", "forward and backward", "gradient"))
     lines = []
-    for gate, name in (("safe", "B1 T8192 H64"), ("unbounded", "B1 T8192 H64 unbounded")):
-        rows = [r for r in records.read(XLA, "JAX on a GPU")["rows"] if r["default"] and r["gate"] == gate]
-        mean = sum(row["milliseconds"] for row in rows) / len(rows)
-        case = forward[name]
-        cells = [f"forward, {name}", _number(floors[name] * 1e3), _number(mean)]
-        lines.append([*cells, case.time(OURS["cuda"]).text(1e-3), case.time("fla-core").text(1e-3)])
-    for row in records.read(XLA_GRADIENT, "JAX on a GPU")["rows"]:
-        if row["what"].startswith("gradient"):
-            lines.append(
-                ["gradient, forward included, B1 T8192 H64", "", _number(row["milliseconds"]), "", ""]
-            )
+    for name, title, what in passes:
+        for gate, suffix in (("safe", ""), ("unbounded", " unbounded")):
+            times = [
+                row["milliseconds"]
+                for row in (xla if what == "forward" else [gradient])
+                if row["gate"] == gate and row["what"].startswith(what) and row.get("default", True)
+            ]
+            # The record of the cuda backend has unbounded gates.
+            own = cuda[f"{title}, {size}"] * 1e3 if gate == "unbounded" else None
+            mean = sum(times) / len(times) if times else None
+            lines.append([f"{title}, {size}{suffix}", *_jax_cells(parts[name], f"{size}{suffix}", own, mean)])
+    for way in ("in a jitted loop", "a call each"):
+        case = f"decode, B32 H32, {way}"
+        lines.append([case, *_jax_cells(parts["decode"], "decode B32 H32", cuda[case] * 1e3, None)])
     heading = records.heading("fla-core")
-    return _table(["case", "floor", "xla (JAX)", "cuda (torch)", f"{heading} (torch)"], lines)
+    return _table(["case", "floor", "cuda (JAX)", "xla (JAX)", "cuda (torch)", f"{heading} (torch)"], lines)
+
+
+def _jax_cells(part: Part, name: str, cuda: float | None, xla: float | None) -> list[str]:
+    """The floor, milliseconds of both backends from JAX, and those of the same case from torch."""
+    case = part.cases[name]
+    ours = ["" if time is None else _number(time) for time in (cuda, xla)]
+    return [
+        _number(part.floors[name] * 1e3),
+        *ours,
+        case.time(OURS["cuda"]).text(1e-3),
+        case.time("fla-core").text(1e-3),
+    ]
 
 
 def tpu_table(records: Records) -> str:
@@ -360,7 +392,7 @@ def records_table(records: Records) -> str:
         where = gpu or (record.get("device") or machine.get("cpu") or "no device")
         if name.startswith("h200") and where.startswith("16 cores"):
             where = "NVIDIA H200"
-        wanted = ("jax", "libtpu") if name in (XLA, XLA_GRADIENT, TPU) else ("torch", "triton")
+        wanted = ("jax", "libtpu") if name in (XLA, XLA_GRADIENT, JAX_CALLS, TPU) else ("torch", "triton")
         wanted = ("numpy", "jax") if name in CPU else wanted
         libraries = ", ".join(f"{key} {versions[key]}" for key in wanted if key in versions)
         commit = (record.get("commit") or "")[:7]
@@ -421,12 +453,6 @@ HEADLINE = (
 """Part, case, and what the README calls it."""
 IN_PICTURE = (0, 2, 4, 5, 7, 8, 10)
 """The rows that are drawn."""
-
-
-@dataclass(frozen=True)
-class Part:
-    cases: dict[str, Case]
-    floors: dict[str, float]
 
 
 def headline_table(records: Records, parts: dict[str, Part]) -> str:
@@ -515,7 +541,7 @@ def files() -> dict[Path, str]:
             records.cases("host", HOST, "host") | records.cases("host", HEADS, "host-training"),
             records.cases("first call", FIRST_CALL, "first-call"),
         ),
-        "jax": jax_table(records, forward.cases, forward.floors),
+        "jax": jax_table(records, parts),
         "tpu": tpu_table(records),
         "cpu": cpu_table(records),
     }

@@ -1,6 +1,6 @@
 """A byte-level language model in flax nnx: data-parallel training, a checkpoint, and decoding from a pool of states.
 
-    pip install kdacore jax flax optax orbax-checkpoint
+    pip install . jax flax optax orbax-checkpoint        # in a checkout of kdacore
     python examples/jax_byte_lm.py                # two CPU devices, under a minute
     python examples/jax_byte_lm.py --goal 3.4     # exit 1 unless held-out bits per byte end below 3.4
 

@@ -1,6 +1,6 @@
 """Kimi Delta Attention as an equinox layer, stacked by a scan and trained for a few steps.
 
-    pip install kdacore jax equinox
+    pip install . jax equinox        # in a checkout of kdacore
     python examples/jax_equinox_layer.py
 
 The layer is that of jax_byte_lm.py, which has the rest of a language model. As usual in equinox it takes one

@@ -26,11 +26,20 @@ def one_of(names: Iterable[str], what: str) -> Callable[[str], str]:
 
     def name(text: str) -> str:
         if text not in known:
-            there = f"there are {', '.join(known)}"
-            raise argparse.ArgumentTypeError(f"no {what} {text!r}; {there}{did_you_mean(text, known)}")
+            raise argparse.ArgumentTypeError(f"no {what} {text!r}{_nearest(text, known)}")
         return text
 
     return name
+
+
+def _nearest(text: str, known: tuple[str, ...]) -> str:
+    """The names that a word may stand for: the most similar one, those that contain it, else all."""
+    if nearest := did_you_mean(text, known):
+        return nearest
+    containing = [name for name in known if text and text.lower() in name.lower()]
+    if len(containing) == 1:
+        return f"; did you mean {containing[0]!r}?"
+    return f"; there are {', '.join(containing or known)}"
 
 
 def positive(text: str) -> float:

@@ -86,3 +86,20 @@ def package_probe(package: str) -> Callable[[], str | None]:
         return f"{package} is not installed" if spec is None or spec.origin is None else None
 
     return probe
+
+
+ON_AN_INDEX = False
+"""Whether ``pip install kdacore`` finds it. To be set when the first version is released."""
+
+
+def install_line(extra: str) -> str:
+    """The command that installs kdacore with one of its extras, for messages.
+
+    Examples:
+        >>> from kdacore.lazy import install_line
+        >>> install_line("cuda")
+        "pip install '.[cuda]' in a checkout of kdacore"
+    """
+    if ON_AN_INDEX:
+        return f"pip install 'kdacore[{extra}]'"
+    return f"pip install '.[{extra}]' in a checkout of kdacore"

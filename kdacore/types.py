@@ -790,7 +790,8 @@ class Candidate:
     """The form in which it would serve the call, and the numbers that decide (:attr:`OpImpl.form`). Empty where the
     backend has one form, where it cannot serve the call, and in selections of calls that nobody asked about."""
     remedies: tuple[str, ...] = ()
-    """The lines that install the packages among ``lacking``."""
+    """The lines that install the packages it needs, where ``lacking`` is not empty: the machine that has the hardware
+    may have none of them."""
 
     @property
     def supported(self) -> bool:
@@ -836,17 +837,25 @@ class Selection:
         chosen = next((c for c in self.candidates if c.backend == self.backend), None)
         form = "" if chosen is None else chosen.form
         lines.append(f"chosen: {self.backend or 'none'}{form and f', {form}'} ({self.why})")
-        if chosen is not None and chosen.lacking:
-            lines.append(_elsewhere(chosen, r.device.arch or r.device.type))
+        if chosen is not None and r.device.type != "cpu":
+            lines.append(_summary(chosen, r.device.arch or r.device.type))
         return "\n".join(lines)
 
 
-def _elsewhere(chosen: Candidate, hardware: str) -> str:
-    """What runs on hardware that is not here, and the lines that install what it needs."""
-    extras = sorted({name for text in chosen.remedies for name in re.findall(r"kdacore\[\w+\]", text)})
+_EXTRA = re.compile(r"'(?:kdacore|\.)\[(\w+)\]'")
+"""In the line that installs kdacore with an extra (:func:`kdacore.lazy.install_line`)."""
+
+
+def _summary(chosen: Candidate, hardware: str) -> str:
+    """What runs on the hardware, which need not be here, how long that takes, and the lines that install it."""
+    extras = sorted({f"kdacore[{name}]" for text in chosen.remedies for name in _EXTRA.findall(text)})
     needs = f"on {hardware}" + f" with {' and '.join(extras)}" * bool(extras)
-    ran = [chosen.backend, chosen.form.partition(":")[0], _time(chosen)]
-    install = "".join([f"; {text}" for text in dict.fromkeys(chosen.remedies)])
+    how = chosen.cost_source.partition(" (")[0]
+    time = "no time measured" if chosen.cost is None else f"{_time(chosen)} {how}".rstrip()
+    ran = [chosen.backend, chosen.form.partition(":")[0], time]
+    remedies = dict.fromkeys(chosen.remedies)  # a verifier's may begin with what a requirement says too
+    own = [text for text in remedies if not any(text != r and text.startswith(r) for r in remedies)]
+    install = "".join([f"; {text}" for text in own])
     return f"{needs}: {', '.join(filter(None, ran))}{install}"
 
 

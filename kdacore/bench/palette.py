@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterable
 
 OWN = {
@@ -20,23 +22,37 @@ OWN = {
     "flashinfer-python": "#8c2f39",
 }
 """By the contender's name, without its version."""
+OWN |= {name: OWN[f"kdacore {name}"] for name in ("cuda", "triton", "xla", "pallas", "reference")}
 OTHERS = (
     "#2f4b7c", "#f2b5a0", "#3d6b52", "#e3cfa8", "#5f676e", "#b56576", "#90c2e7", "#a3a847",
     "#457b9d", "#d1495b", "#66a182", "#edae49", "#7b6d8d", "#9a8c98",
 )  # fmt: skip
-"""Of contenders without one of their own, in the order in which they come."""
+"""Of contenders without one of their own, by their names: a form that is in several pictures has its colour in all of
+them, but where another one of the picture has taken it."""
+
+
+SERIES = {
+    "decode null slots": OTHERS[1],
+    "decode plain": OTHERS[0],
+    "prefill pack": OTHERS[7],
+    "prefill pack of 8000": OTHERS[13],
+    "shipped": OTHERS[4],
+    "two launches side by side": OTHERS[6],
+}
+"""Of contenders in several pictures whose names would give them those of others there."""
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each contender of a picture, versions and remarks behind its name aside."""
+    """A colour for each contender of a picture."""
+    names = list(names)
     found: dict[str, str] = {}
     for name in names:
-        own = OWN.get(name) or next((OWN[n] for n in _longest_first if name.startswith(f"{n} ")), "")
-        if not own or own in found.values():  # two forms of one backend are told apart
-            left = [colour for colour in OTHERS if colour not in found.values()] or OTHERS
-            own = left[0]
-        found[name] = own
+        own = OWN.get(re.sub(r" \d+\.\d\S*$", "", name)) or SERIES.get(name)
+        if own and own not in found.values():  # two versions are told apart
+            found[name] = own
+    for name in names:
+        if name not in found:
+            first = zlib.crc32(name.encode()) % len(OTHERS)
+            turned = OTHERS[first:] + OTHERS[:first]
+            found[name] = next((colour for colour in turned if colour not in found.values()), turned[0])
     return found
-
-
-_longest_first = sorted(OWN, key=len, reverse=True)

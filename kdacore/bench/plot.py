@@ -8,12 +8,13 @@ from typing import Any
 
 from kdacore.bench.palette import colours_of
 from kdacore.bench.results import duration
+from kdacore.lazy import install_line
 
 WIDE_RANGE = 1000.0
 """Medians further apart than this are drawn on a logarithmic axis."""
 
 
-NO_LIBRARY = "drawing needs matplotlib: pip install 'kdacore[bench]'"
+NO_LIBRARY = f"drawing needs matplotlib: {install_line('bench')}"
 
 
 class PlotError(RuntimeError):

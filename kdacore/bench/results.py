@@ -187,7 +187,9 @@ def row_table(rows: list[Row], out: Console) -> Any:
     text.append_text(report.table(headers[hidden:], [row[hidden:] for row in cells], out))
     for (contender, note), names in skipped.items():
         where = names[0] if len(names) == 1 else f"{len(names)} rows"
-        text.append(f"  skipped {contender} ({where}): {note}\n", style="yellow")
+        line = report.wrapped(f"  skipped {contender} ({where}): {note}\n", out)
+        line.stylize("yellow")
+        text.append_text(line).append("\n")
     return text
 
 

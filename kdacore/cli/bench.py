@@ -20,6 +20,7 @@ from kdacore.cli import call_arguments
 from kdacore.cli.time_limit import not_terminated
 from kdacore.errors import did_you_mean
 from kdacore.files import writable
+from kdacore.lazy import install_line
 from kdacore.machine import version_of
 from kdacore.progress import Bar
 from kdacore.registry import REGISTRY
@@ -182,7 +183,7 @@ def _lacking(presets: list[str], args: argparse.Namespace) -> str | None:
     """What a preset needs and this environment lacks."""
     for preset in presets:
         if preset == "xla" and not version_of("jax"):
-            return "xla needs jax, which is not installed: pip install 'kdacore[jax]'"
+            return f"xla needs jax, which is not installed: {install_line('jax')}"
         for kind in dict.fromkeys(_kinds(preset, args)):
             if kind != "numpy" and not version_of(kind):
                 instead = "" if preset == "h200-stages" else ", or give --kind numpy"
@@ -304,17 +305,16 @@ def _list(out: Console) -> None:
                 out.print(f"    {case.name}")
     for name, listed in PRESETS.items():
         out.print(f"{name}:")
-        rows = [
-            (
-                c.name,
-                c.phase,
-                c.dtype,
-                ", ".join(f"{backend} {_goal(goal)}" for backend, goal in c.goals.items()) or "-",
-                results.duration(c.peer),
-            )
-            for c in listed
-        ]
+        rows = [row for case in listed for row in _rows(case)]
         out.print(report.table(("case", "phase", "dtype", "must (aim)", "peer"), rows, out, indent=4), end="")
+
+
+def _rows(case: Case) -> Iterator[tuple[str, ...]]:
+    """A case in the list, its goals below one another: beside one another they are wider than a terminal."""
+    goals = [f"{backend} {_goal(goal)}" for backend, goal in case.goals.items()] or ["-"]
+    yield case.name, case.phase, case.dtype, goals[0], results.duration(case.peer)
+    for goal in goals[1:]:
+        yield "", "", "", goal, ""
 
 
 def _goal(goal: Goal) -> str:

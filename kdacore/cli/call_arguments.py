@@ -14,7 +14,7 @@ from kdacore.calls.description import CallDescription, options
 from kdacore.calls.pools import Pool
 from kdacore.calls.values import Shape
 from kdacore.device import TYPES, problem_of
-from kdacore.errors import ContractError
+from kdacore.errors import ContractError, did_you_mean
 from kdacore.ops import OPS, Option
 from kdacore.registry import REGISTRY
 from kdacore.types import Selection
@@ -155,7 +155,8 @@ def call_of(args: argparse.Namespace) -> CallDescription:
         raise ContractError(op, "arch", repr(args.arch), f"none: {where} has no architectures")
     arch = config.device_arch(args.arch)
     if arch and where.partition(":")[0] == "cuda" and not arch.startswith("sm_"):
-        known = "an architecture such as sm_90, or a GPU such as H200"
+        meant = did_you_mean(args.arch, config.GPU_ARCHITECTURES)
+        known = f"an architecture such as sm_90, or a GPU such as H200{meant}"
         raise ContractError(op, "arch", repr(args.arch), known)
     shape = _sizes_of(args, op)
     asked = {name: value for name in OPTIONS if (value := getattr(args, name)) not in (None, False)}

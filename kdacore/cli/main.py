@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kdacore import streams
 from kdacore.cli.time_limit import terminated_as_interrupted
@@ -31,6 +32,12 @@ COMMANDS = {
     "plugins": ("kdacore.cli.plugins", "list every plugin and the backends it brings"),
 }
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
+WIDTH = 100
+_WRAPPING: dict[str, Any] = {
+    "subsequent_indent": "  ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -46,7 +53,21 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that names what an unknown word may have meant. Subcommands have one of their own."""
+    """A parser whose errors are short and name what an unknown word may have meant. Subcommands have their own."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in few lines: the usage of ``explain`` alone would take fifteen."""
+        words = [action.metavar or action.dest for action in self._get_positional_actions()]
+        usage = " ".join([self.prog, *[str(word) for word in words if word], "[options]"])
+        lines = [f"usage: {usage}; {self.prog} --help lists them", f"{self.prog}: error: {message}"]
+        self.exit(USAGE, "".join(f"{textwrap.fill(line, WIDTH, **_WRAPPING)}\n" for line in lines))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            meant = did_you_mean(value, [str(choice) for choice in action.choices or ()])
+            raise argparse.ArgumentError(action, error.message + meant) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, rest = super().parse_known_args(args, namespace)

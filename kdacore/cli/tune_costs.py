@@ -13,6 +13,7 @@ from kdacore.bench.cases import Case
 from kdacore.bench.clock import Budget, CudaClock, clock_for
 from kdacore.cli.tune_device import complain, default_device, device_of, name_of, torch_name
 from kdacore.dispatch import cost_tables
+from kdacore.lazy import install_line
 from kdacore.machine import cpu_name
 from kdacore.progress import Bar
 from kdacore.types import Device
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         here = Device("cpu", 0, "")
         return _measure(args, cases, here, cpu_name(), where, lambda case: clock_for(case.kind, where))
     if importlib.util.find_spec("torch") is None:
-        return complain("needs torch, which is not installed: pip install 'kdacore[cuda]'", report.BROKEN)
+        return complain(f"needs torch, which is not installed: {install_line('cuda')}", report.BROKEN)
     device = device_of(where)
     if device is None:
         why = f"no NVIDIA GPU that torch can use as {where!r}; --list shows what would be measured"

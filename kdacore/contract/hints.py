@@ -34,6 +34,8 @@ def of_shape(name: str, shapes: Shapes, want: tuple[int, ...] = ()) -> str:
         want: the shape that was wanted of the refused array, where it is known.
     """
     got = shapes[name]
+    if axis := _of_axes(name, shapes, want):
+        return axis
     if name in _TOKENS and set(_TOKENS) <= set(shapes):
         if _fit(shapes):
             return _other_op(name, shapes)
@@ -46,6 +48,22 @@ def of_shape(name: str, shapes: Shapes, want: tuple[int, ...] = ()) -> str:
     if name in ("initial_state", "write_pool") and _last_swapped(got) == want:
         return "; it fits with the other value of state_v_first"
     return f"; {name}.swapaxes(1, 2) fits" if swapped(got) == want != got else ""
+
+
+def _of_axes(name: str, shapes: Shapes, want: tuple[int, ...]) -> str:
+    """An axis too few or too many."""
+    got, beta = shapes[name], shapes.get("beta", ())
+    if want and got == want[1:] and want[0] == 1:
+        return f"; {name}[None] fits"
+    if want and got == (*want, 1):
+        return f"; {name}[..., 0] fits"
+    if name != "q" or len(got) != 3 or min(got) < 1:
+        return ""
+    if len(beta) == 2 and beta[0] == got[0]:
+        return "; for a batch of one sequence pass x[None] of q, k, v, g and beta"
+    if len(beta) == 3 and beta[:2] == got[:2] and got[2] % beta[2] == 0:
+        return f"; to split the heads: q.reshape({got[0]}, {got[1]}, heads, -1)"
+    return ""
 
 
 def _has_tokens_for_heads(got: tuple[int, ...], want: tuple[int, ...], v: tuple[int, ...]) -> bool:

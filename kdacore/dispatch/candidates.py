@@ -73,7 +73,8 @@ class Judge:
             self._lacking = tuple(what for _, what, _ in missing(backend, hardware=True))
         if assumed:
             self._lacking += tuple(f"{what}; to get it: {remedy}" for _, what, remedy in gone)
-            self._remedies = tuple(dict.fromkeys(remedy for _, _, remedy in gone))
+            packages = [r.remedy for r in backend.requirements if not r.hardware]
+            self._remedies = tuple(dict.fromkeys(packages)) if self._lacking else ()
             gone = []
         self.lasts = all_answered(backend)
         """Whether it may answer for further calls. A probe that failed is asked again."""

@@ -58,7 +58,16 @@ def group_of(request: Request) -> Group:
 def variant_of(request: Request) -> Variant:
     """What beside its sizes the time of a call depends on."""
     r = request
-    if OPS[r.op].family == "recurrent":
+    family = OPS[r.op].family
+    if family == "decode":
+        by_records = r.has("record_update")
+        by_states = r.state_indices_ndim > 1 or r.write_indices_ndim > 1
+        found: dict[str, Any] = {
+            "state": r.state_dtype,
+            "v_first": r.state_v_first,
+            "candidates": "records" if by_records else "states" if by_states else "",
+        }
+    elif family == "recurrent":
         found = {
             "state": r.state_dtype,
             "v_first": r.state_v_first,
@@ -68,11 +77,22 @@ def variant_of(request: Request) -> Variant:
         }
     else:
         found = {
-            "gate": "bounded" if r.gate == "sigmoid" else "unbounded",
+            "gate": "bounded" if _is_bounded(r) else "unbounded",
             "packed": r.packed,
             "initial_state": r.has("initial_state"),
         }
     return tuple(sorted(found.items()))
+
+
+_MEASURED_BOUND = -5.0
+"""``lower_bound`` of the measured calls. Below it kernels compute as for gates without a bound."""
+
+
+def _is_bounded(r: Request) -> bool:
+    """Whether the kernels for bounded gates compute a call: its decays are given and promised, or computed so."""
+    if r.gate == "sigmoid":
+        return r.lower_bound is None or r.lower_bound >= _MEASURED_BOUND
+    return r.gate == "log" and r.safe_gate
 
 
 def tokens_of(request: Request) -> float:
@@ -92,11 +112,12 @@ class Predictor:
         backend: its name.
     """
 
-    __slots__ = ("_backend", "_cell", "_generation", "_measured")
+    __slots__ = ("_backend", "_cell", "_generation", "_measured", "_table")
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._generation: object = None
+        self._table: Table | None = None
         self._measured: tuple[_Measured, ...] = ()
         """What was measured of calls like these, by group, the nearest variants first."""
         self._cell: _Cell | None = None
@@ -106,10 +127,11 @@ class Predictor:
         """None where nothing similar was measured."""
         # Only torch knows the names of devices, and with JAX's arrays it may be imported at any time.
         if self._generation is not cost_tables.generation or request.kind == "jax":
-            self._generation = cost_tables.generation
             table = cost_tables.in_use(request.device)
-            self._measured = () if table is None else _measured(table, self._backend, request)
-            self._cell = None
+            if table is not self._table or self._generation is not cost_tables.generation:
+                self._measured = () if table is None else _measured(table, self._backend, request)
+                self._cell = None
+            self._table, self._generation = table, cost_tables.generation
         if not self._measured:
             return None
         tokens, items = request.B * request.T / request.N, request.N * request.HV
@@ -208,28 +230,39 @@ _Measured = tuple[_Variant, ...]
 def _measured(table: Table, backend: str, request: Request) -> tuple[_Measured, ...]:
     own, variant = group_of(request), variant_of(request)
     groups = [own, own._replace(op=_LIKE[own.op])] if own.op in _LIKE else [own]
+    reaches = dict.fromkeys(groups, REACH)
     if not table.arch:
-        groups = _nearest_on_cpu(table, backend, own)
+        reaches = dict.fromkeys(_nearest_on_cpu(table, backend, own), CPU_REACH)
+    elif own.kind == "jax":
+        # Few sizes are measured with JAX. Beyond them torch's calls of the same kernels tell more.
+        reaches = dict.fromkeys(groups, 1.0) | {group._replace(kind="torch"): REACH for group in groups}
     found = []
-    for group in groups:
+    for group, reach in reaches.items():
         variants = table.times.get((backend, group))
         if not variants:
             continue
-        ordered = sorted(variants, key=lambda other: _difference(variant, other))
+        # Steps with candidates are other kernels than those without.
+        alike = [other for other in variants if _candidates(other) == _candidates(variant)]
+        ordered = sorted(alike, key=lambda other: _difference(variant, other))
         found.append(
             tuple(
                 [
                     _variant(
                         variants[other],
-                        f"{_other(own, group, variant, other)} ({table.device}; {table.source})",
+                        f"{_other(own, group, variant, other)} "
+                        f"({table.device}; {table.source_of(backend, group, other)})",
                         own.K * own.V / (group.K * group.V),
-                        REACH if table.arch else CPU_REACH,
+                        reach,
                     )
                     for other in ordered
                 ]
             )
         )
     return tuple(found)
+
+
+def _candidates(variant: Variant) -> object:
+    return dict(variant).get("candidates")
 
 
 def _nearest_on_cpu(table: Table, backend: str, own: Group) -> list[Group]:
@@ -247,7 +280,10 @@ def _nearest_on_cpu(table: Table, backend: str, own: Group) -> list[Group]:
 
 
 def _variant(columns: Columns, said: str, factor: float, reach: float) -> _Variant:
-    """``factor``: on every measured time. ``reach``: how far beyond what was measured times are predicted."""
+    """``factor``: on every measured time. ``reach``: how far beyond what was measured times are predicted; not at all
+    where that is one size, which does not tell how they grow."""
+    if sum(map(len, columns.values())) == 1:
+        reach = 1.0
     prepared = tuple([_column([(t, s * factor) for t, s in points], reach) for points in columns.values()])
     measured, interpolated, extrapolated = [
         how + said for how in ("measured", "interpolated", "extrapolated")
@@ -337,4 +373,6 @@ def _other(own: Group, group: Group, variant: Variant, measured: Variant) -> str
         other.insert(0, group.dtype)
     if group.op != own.op:
         other.insert(0, group.op)
+    if group.kind != own.kind:
+        other.insert(0, f"{group.kind} arrays")
     return f" from calls with {', '.join(other)}" if other else ""

@@ -1,8 +1,9 @@
 """Cost tables: how long each backend took for calls of many sizes, on one device. Which table counts where.
 
-A table ships for each measured architecture (``kdacore/dispatch/profiles/<arch>.json``). ``kdacore tune`` measures one
-for the device that is here and writes it to ``costs`` in the cache folder, where it counts instead. A table there that
-cannot be used is ignored, with a warning that says why; ``kdacore doctor`` lists them all.
+A table ships for each measured architecture (``kdacore/dispatch/profiles/<arch>.json``), with the times of benchmark
+records that it lacks beside it (``profiles/recorded``). ``kdacore tune`` measures one for the device that is here, and
+writes it to ``costs`` in the cache folder, where it counts instead. A table there that cannot be used is ignored with a
+warning that says why; ``kdacore doctor`` lists them all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -69,6 +70,12 @@ class Table:
     """By backend and group, then by variant."""
     source: str = ""
     """Where the table was read from, for people."""
+    sources: Mapping[tuple[str, Group, Variant], str] = field(default_factory=dict)
+    """The same of variants whose times come from elsewhere."""
+
+    def source_of(self, backend: str, group: Group, variant: Variant) -> str:
+        """Where the times of a variant come from, for people."""
+        return self.sources.get((backend, group, variant), self.source)
 
 
 def parse(text: str, source: str = "") -> Table:
@@ -82,14 +89,25 @@ def parse(text: str, source: str = "") -> Table:
         raise TableError(f"its schema is {found!r}; this version reads {SCHEMA}")
     try:
         times: dict[tuple[str, Group], dict[Variant, Columns]] = {}
+        sources = {}
         for entry in data["times"]:
-            group = Group(**entry["group"])
-            columns = _columns(entry["points"])
-            times.setdefault((entry["backend"], group), {})[tuple(sorted(entry["variant"].items()))] = columns
+            key, variant = (
+                (entry["backend"], Group(**entry["group"])),
+                tuple(sorted(entry["variant"].items())),
+            )
+            times.setdefault(key, {})[variant] = _columns(entry["points"])
+            if "source" in entry:
+                sources[(*key, variant)] = str(entry["source"])
         head = {name: data[name] for name in ("arch", "device", "when")}
         if not all(isinstance(x, str) for x in head.values()):
             raise TypeError("arch, device and when are texts")
-        return Table(**head, backends=dict(data["backends"]), times=MappingProxyType(times), source=source)
+        return Table(
+            **head,
+            backends=dict(data["backends"]),
+            times=MappingProxyType(times),
+            source=source,
+            sources=MappingProxyType(sources),
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TableError(f"it is damaged: {error!r}") from None
 
@@ -113,6 +131,8 @@ def dump(table: Table) -> str:
         for variant, columns in sorted(variants.items(), key=repr):
             points = [[t, items, s] for items, column in columns.items() for t, s in column]
             entry = {"backend": backend, "group": group._asdict(), "variant": dict(variant), "points": points}
+            if origin := table.sources.get((backend, group, variant)):
+                entry["source"] = origin
             lines.append("  " + json.dumps(entry))
     body = ",\n".join(lines)
     first = json.dumps({**head, "backends": dict(table.backends)})[:-1]
@@ -139,13 +159,35 @@ def path_of(arch: str, device: str) -> Path:
 @functools.cache
 def shipped(arch: str) -> Table | None:
     """The table that ships for an architecture, if there is one."""
-    name = f"{arch or CPU}.json"
-    file = resources.files("kdacore.dispatch").joinpath("profiles", name)
-    return (
-        parse(file.read_text(encoding="utf-8"), f"shipped, dispatch/profiles/{name}")
-        if file.is_file()
-        else None
-    )
+    table, recorded = _packaged(f"{arch or CPU}.json"), _packaged(f"recorded/{arch or CPU}.json")
+    return table if table is None or recorded is None else _with_records(table, recorded)
+
+
+def _packaged(name: str) -> Table | None:
+    file = resources.files("kdacore.dispatch").joinpath("profiles", *name.split("/"))
+    if not file.is_file():
+        return None
+    return parse(file.read_text(encoding="utf-8"), f"shipped, dispatch/profiles/{name}")
+
+
+def _with_records(table: Table, recorded: Table) -> Table:
+    """The table with the recorded times of calls that are not in it."""
+    times = {key: dict(variants) for key, variants in table.times.items()}
+    sources = dict(table.sources)
+    for key, variants in recorded.times.items():
+        for variant, columns in variants.items():
+            known, source = times.setdefault(key, {}).get(variant), recorded.source_of(*key, variant)
+            times[key][variant] = columns if known is None else _with_points(known, columns)
+            sources[(*key, variant)] = source if known is None else f"{table.source}, and {source}"
+    return replace(table, times=MappingProxyType(times), sources=MappingProxyType(sources))
+
+
+def _with_points(known: Columns, more: Columns) -> Columns:
+    columns = {items: dict(column) for items, column in sorted(known.items())}
+    for items, column in more.items():
+        for tokens, seconds in column:
+            columns.setdefault(items, {}).setdefault(tokens, seconds)
+    return {items: tuple(sorted(column.items())) for items, column in sorted(columns.items())}
 
 
 def shipped_archs() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,40 @@ def test_a_contender_has_its_colour_in_every_picture() -> None:
     two = colours_of(["kdacore cuda, fused", "kdacore cuda, segments", "kdacore cuda"])
     assert len(set(two.values())) == 3
     assert not set(OTHERS) & set(OWN.values())
+
+
+PICTURES = [
+    path for path in sorted((ROOT / "docs" / "images").glob("*.svg")) if "matplotlib" in path.read_text()
+]
+LEGEND_ENTRY = re.compile(
+    r"<g id=\"(?:patch|line2d)_\d+\">\n\s+<path [^>]*?(?:fill: (#\w{6})|fill: none; stroke: (#\w{6}))[^>]*/>"
+    r".*?<g id=\"text_\d+\">\n\s*<!-- (.*?) -->",
+    re.DOTALL,
+)
+
+
+def legend(picture: Path) -> dict[str, str]:
+    """The colours of the contenders that a picture names."""
+    _, _, text = picture.read_text().partition('<g id="legend_')
+    return {name: fill or stroke for fill, stroke, name in LEGEND_ENTRY.findall(text)}
+
+
+def test_legends_are_found() -> None:
+    assert sum(bool(legend(picture)) for picture in PICTURES) > 50
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_a_committed_picture_has_the_colours_of_the_palette(picture: Path) -> None:
+    """Those of earlier palettes too, whose records are in git's history."""
+    named = legend(picture)
+    assert named == colours_of(named)
+    used = set(re.findall(r"#[0-9a-f]{6}(?=[;\"])", picture.read_text()))
+    assert used <= {*OWN.values(), *OTHERS, "#ffffff", "#000000", "#b0b0b0"}
+
+
+def test_a_contender_has_one_colour_in_all_committed_pictures() -> None:
+    colours: dict[str, set[str]] = {}
+    for picture in PICTURES:
+        for name, colour in legend(picture).items():
+            colours.setdefault(name, set()).add(colour)
+    assert {name: found for name, found in colours.items() if len(found) > 1} == {}

@@ -93,6 +93,11 @@ def test_a_bad_environment_variable_is_named(
         (["bench", "quikc"], "quick"),
         (["bench", "--backend", "refrence"], "reference"),
         (["tune", "configs", "--op", "chunk_kad"], "chunk_kda"),
+        (["explain", "chunk"], "chunk_kda"),
+        (["explain", "commit"], "commit_records"),
+        (["explain", "chunk_kda", "--dtpye", "x"], "--dtype"),
+        (["explain", "chunk_kda", "--kind", "tork"], "torch"),
+        (["explain", "chunk_kda", "--arch", "gh2000"], "GH200"),
     ],
 )
 def test_misspelt_words_name_the_nearest(
@@ -104,3 +109,36 @@ def test_misspelt_words_name_the_nearest(
         status = int(str(leaving.code))
     assert status == 2
     assert capsys.readouterr().err.rstrip().endswith(f"did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain"],
+        ["explain", "decode"],
+        ["explain", "nonsense"],
+        ["explain", "chunk_kda", "--nonsense"],
+        ["explain", "chunk_kda", "--shape", "1"],
+        ["explain", "chunk_kda", "--kind", "tensor"],
+        ["doctor", "--op", "nonsense"],
+        ["bench", "quick", "--nonsense", "1"],
+        ["nonsense"],
+        [],
+    ],
+)
+def test_usage_errors_are_short(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where to find the switches, and what is wrong, which comes last."""
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 6 and max(map(len, lines)) <= 100
+    chosen = " ".join(["kdacore", *words[:1]]) if words and words[0] in cli.COMMANDS else "kdacore"
+    assert lines[0].startswith(f"usage: {chosen} ") and f"{chosen} --help" in lines[0]
+    assert lines[1].startswith(f"{chosen}: error: ")
+
+
+def test_part_of_the_names_of_several_ops_lists_these(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "decode"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.endswith("no op 'decode'; there are fused_decode_kda, fused_decode_gated_delta_rule")

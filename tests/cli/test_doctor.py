@@ -212,13 +212,13 @@ def test_calls_of_integrations_are_shown() -> None:
 
 
 def test_absence_is_not_a_failure(capsys: Capture) -> None:
-    gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install 'kdacore[quantum]'")
+    gpu = Requirement("a quantum unit", lambda: "no quantum unit", "pip install 'quantum[unit]'")
     add(name="quantum", requirements=(gpu,), ops={"chunk_kda": reference_op("chunk_kda")})
     found = diagnose(capsys, "--no-selfcheck")
     row = next(b for b in found["backends"] if b["name"] == "quantum")
     assert row["status"] == "not available"
     assert row["missing"] == [
-        {"name": "a quantum unit", "what": "no quantum unit", "remedy": "pip install 'kdacore[quantum]'"}
+        {"name": "a quantum unit", "what": "no quantum unit", "remedy": "pip install 'quantum[unit]'"}
     ]
     answers = [a for a in found["features"] if a["backend"] == "quantum"]
     assert {a["answer"] for a in answers} > {"yes"}, "what it could do is shown all the same"
@@ -734,7 +734,7 @@ def test_where_no_framework_is_installed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_FRAMEWORKS], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "torch is not installed and jax is not installed; to get it: pip install 'kdacore[cuda]'"
+        "torch is not installed and jax is not installed; to get it: pip install '.[cuda]' in a checkout of kdacore"
         in " ".join(done.stdout.split())
     )
 

@@ -19,7 +19,7 @@ from kdacore.dispatch import selection
 from kdacore.hookspecs import hookimpl
 from kdacore.ops import FEATURES, OPS
 from kdacore.registry import REGISTRY, Registered
-from kdacore.types import Backend, OpImpl, Requirement
+from kdacore.types import Backend, Candidate, OpImpl, Requirement, Selection
 
 CPU = ["--kind", "numpy", "--device", "cpu", "--dtype", "float32"]
 
@@ -167,7 +167,7 @@ def test_hardware_that_is_assumed_need_not_be_here(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "-> fast: supported" in out and "     assumed, not here: no board\n" in out
     assert out.splitlines()[-2].startswith("chosen: fast")
-    assert out.splitlines()[-1] == "on sm_90: fast, cost unknown"
+    assert out.splitlines()[-1] == "on sm_90: fast, no time measured; pip install library"
     assert cli.main(["explain", "chunk_kda", "--backend", "fast", *hopper, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["backend"] == "fast"
@@ -206,11 +206,12 @@ def test_the_form_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     """As docs/guide/command-line.md has it."""
     words = ["--shape", "1,8192,8,8,128,128", "--device", "cuda", "--arch", "sm_90", "--safe-gate"]
     assert cli.main(["explain", "chunk_kda", *words]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     chosen = " ".join(" ".join(lines).partition("chosen: ")[2].split())
     assert chosen.startswith("cuda, segments: 8 heads") and "; the device is assumed (" in chosen
     assert max(map(len, lines)) <= 100
-    assert re.fullmatch(r"on sm_90: cuda, segments, 0\.\d+ ms", last)
+    wanted = r"on sm_90( with kdacore\[cuda\])?: cuda, segments, 0\.\d+ ms interpolated(; pip install .*)?"
+    assert re.fullmatch(wanted, f"on sm_90{chosen.rpartition('on sm_90')[2]}")
     assert cli.main(["explain", "chunk_kda", *words, "--json"]) == 0
     forms = {c["backend"]: c["form"] for c in json.loads(capsys.readouterr().out)["candidates"]}
     assert forms["cuda"].startswith("segments: 8 heads (up to ") and forms["triton"].startswith(
@@ -260,9 +261,27 @@ def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
     words = ["explain", "chunk_kda", "--arch", "sm_90", "--shape", "1,8192,8,8,128,128", "--safe-gate"]
     run = subprocess.run([sys.executable, "-c", MISSING, *words], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    last = run.stdout.splitlines()[-1]
-    wanted = r"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms; pip install 'kdacore\[cuda\]'"
+    assert max(map(len, run.stdout.splitlines())) <= 100
+    last = "on sm_90" + " ".join(run.stdout.split()).rpartition("on sm_90")[2]
+    install = r"pip install '\.\[cuda\]' in a checkout of kdacore"
+    wanted = rf"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms interpolated; {install}"
     assert re.fullmatch(wanted, last), run.stdout
+
+
+def test_a_line_that_another_one_begins_with_is_said_once() -> None:
+    """Without NVRTC, on an architecture without packaged kernels."""
+    lines = (
+        "pip install '.[cuda]' in a checkout",
+        "pip install '.[cuda]' in a checkout, or a wheel",
+        "buy one",
+    )
+    fields = ("cuda", (), None, 0, True, ("no driver",))
+    request = request_of(CallDescription(device="cuda", arch="sm_89", kind="torch", dtype="bfloat16"))
+    told = Selection(request, "cuda", "a test", (Candidate(*fields, remedies=lines),))
+    wanted = (
+        "on sm_89 with kdacore[cuda]: cuda, no time measured; pip install '.[cuda]' in a checkout; buy one"
+    )
+    assert str(told).splitlines()[-1] == wanted
 
 
 def test_an_architecture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

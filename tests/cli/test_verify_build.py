@@ -221,7 +221,7 @@ def test_what_is_built_already_takes_no_compiler(
     assert cli.main([*words, "sm_80"]) == 1
     said = capsys.readouterr().err
     assert "building CUDA kernels failed:\nthe NVRTC bindings are not installed" in said
-    assert "pip install 'kdacore[cuda]'" in said
+    assert "pip install '.[cuda]' in a checkout of kdacore" in said
 
 
 @pytest.mark.usefixtures("every_backend")

@@ -78,6 +78,27 @@ def test_what_the_message_says_to_write_runs() -> None:
     assert np.array_equal(o, kdacore.chunk_kda(**_call())[0])
 
 
+def test_a_missing_batch_is_named_and_the_mend_runs() -> None:
+    row = {name: x[0] for name, x in _call().items()}
+    assert _said(kdacore.chunk_kda, **row).endswith("pass x[None] of q, k, v, g and beta")
+    o, _ = kdacore.chunk_kda(**{name: x[None] for name, x in row.items()})
+    assert np.array_equal(o, kdacore.chunk_kda(**_call())[0])
+    state = np.zeros((HV, K, V), np.float32)
+    assert _said(kdacore.chunk_kda, **_call(), initial_state=state).endswith("; initial_state[None] fits")
+
+
+def test_heads_that_are_not_split_are_named() -> None:
+    call = _call(HV=H)
+    flat = {name: x.reshape(B, T, -1) if x.ndim == 4 else x for name, x in call.items()}
+    assert _said(kdacore.chunk_kda, **flat).endswith(f"q.reshape({B}, {T}, heads, -1)")
+
+
+def test_an_axis_of_one_at_the_end_is_named() -> None:
+    call = _call()
+    said = _said(kdacore.chunk_kda, **{**call, "beta": call["beta"][..., None]})
+    assert said.endswith("; beta[..., 0] fits")
+
+
 def test_a_shape_that_fits_in_no_reading_has_no_hint() -> None:
     said = _said(kdacore.chunk_kda, **{**_call(), "beta": np.ones((B, T + 1, HV), np.float32)})
     assert said.endswith(f"wanted shape [B, T, HV] = [{B}, {T}, {HV}]")

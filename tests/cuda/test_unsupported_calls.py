@@ -78,7 +78,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         "torch or JAX",
         "torch is not installed and jax is not installed",
-        "pip install 'kdacore[cuda]'",
+        "pip install '.[cuda]' in a checkout of kdacore",
     ) in missing(kdacore_cuda.make_backend(), hardware=False)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kdacore.lazy import ON_AN_INDEX, install_line
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("kdacore", "backends", "benchmarks", "tests", "docs", "examples", "codegen")
 PAGES = [p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "lab"]
@@ -31,6 +33,36 @@ def _named(text: str) -> Iterator[str]:
     for name in NAME.findall(text):
         if not re.search(r"[<>*{]|NAME|\.\.\.", name):
             yield name
+
+
+FROM_AN_INDEX = re.compile(r"pip install [^`\n;&]*?(?<![\w/.-])(?<!checkout of )kdacore(?![\w/])")
+
+
+def _from_an_index(text: str) -> list[str]:
+    return [match[0] for match in FROM_AN_INDEX.finditer(text)]
+
+
+@pytest.mark.skipif(ON_AN_INDEX, reason="kdacore is on an index")
+def test_what_installs_kdacore_works_before_it_is_on_an_index() -> None:
+    """Pages and messages: a checkout's line. One function makes those of messages."""
+    for line in (
+        "`pip install 'kdacore[cuda]'`",
+        "pip install kdacore jax",
+        "pip install vllm 'kdacore[cuda]'",
+    ):
+        assert _from_an_index(line)
+    for line in ("pip install '.[cuda]' in a checkout of kdacore", "pip install . && .venv/bin/kdacore demo"):
+        assert not _from_an_index(line)
+    shipped = [path for path in SOURCES if "tests" not in path.parts and path.name != "lazy.py"]
+    wrong = {path: found for path in (*PAGES, *shipped) if (found := _from_an_index(path.read_text()))}
+    assert wrong == {}
+
+
+def test_the_line_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdacore.lazy.ON_AN_INDEX", False)
+    assert install_line("cuda") == "pip install '.[cuda]' in a checkout of kdacore"
+    monkeypatch.setattr("kdacore.lazy.ON_AN_INDEX", True)
+    assert install_line("cuda") == "pip install 'kdacore[cuda]'"
 
 
 def test_names_are_found() -> None:

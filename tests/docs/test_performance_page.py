@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 INPUTS = (
@@ -52,3 +55,18 @@ def test_check_names_what_is_out_of_date(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert ran.stdout.splitlines() == ["stale: docs/performance.md", "stale: docs/images/headline.svg"]
     assert page.read_bytes() == before, "--check writes nothing"
+
+
+def test_the_table_of_jax_shows_the_kernels_through_jax() -> None:
+    """From their record: what automatic choice takes, not what it would fall back to alone."""
+    record = json.loads((ROOT / "benchmarks/results/h200/jax-calls.json").read_text())
+    seconds = {row["case"]: row["seconds"] for row in record["rows"] if row["contender"] == "jax"}
+    table = (ROOT / "docs/performance.md").read_text().split("<!-- jax:begin -->")[1].split("<!-- jax:end")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
+    column = lines[0].index("cuda (JAX)")
+    shown = {line[0].removesuffix(" unbounded"): line[column] for line in lines[2:] if line[column]}
+    assert sorted(shown) == sorted(
+        case for case in seconds if not case.startswith("host") and "busy thread" not in case
+    )
+    for case, milliseconds in shown.items():
+        assert float(milliseconds) == pytest.approx(seconds[case] * 1e3, rel=5e-3), case

@@ -1,4 +1,4 @@
-"""The real TPU compiler, with no TPU: ``pip install 'kdacore[pallas-tpu]'`` brings it, else this is
+"""The real TPU compiler, with no TPU: ``pip install '.[pallas-tpu]'`` brings it, else this is
 skipped."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WANTED = {f"{what}{where}" for what in ("forward", "backward", "decode") for whe
 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; to get it: pip install 'kdacore[pallas-tpu]'",
+    reason="libtpu is not installed; to get it: pip install '.[pallas-tpu]'",
 )
 def test_the_report_of_one_generation(tmp_path: Path) -> None:
     """A process of its own, without this folder's flags: the compiler reads its settings once."""

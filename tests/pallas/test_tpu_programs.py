@@ -80,7 +80,7 @@ def compile_again(folder: Path, *options: str) -> None:
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; to get it: pip install 'kdacore[pallas-tpu]'",
+    reason="libtpu is not installed; to get it: pip install '.[pallas-tpu]'",
 )
 
 

@@ -15,6 +15,10 @@ import pytest
 
 import kdacore
 from kdacore import config
+from kdacore.calls.description import CallDescription, options
+from kdacore.calls.pools import Pool
+from kdacore.calls.requests import request_of
+from kdacore.calls.values import Shape
 from kdacore.dispatch import cost, cost_tables
 from kdacore.dispatch.cost_tables import Group, Table
 from kdacore.errors import PerformanceWarning
@@ -125,6 +129,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"T": 4096, "H": 8, "HV": 8}, 4.0, "extrapolated"),
         ({"T": 4096, "packed": True}, 8.0, "measured from calls with packed=False"),
         ({"T": 2048, "gate": "log"}, 4.0, "interpolated from calls with gate=bounded"),
+        ({"T": 2048, "gate": "log", "safe_gate": True}, 4.0, "interpolated"),
+        ({"T": 2048, "lower_bound": -5.0}, 4.0, "interpolated"),
+        ({"T": 2048, "lower_bound": -6.0}, 4.0, "interpolated from calls with gate=bounded"),
+        ({"T": 2048, "kind": "jax"}, 4.0, "interpolated from calls with torch arrays"),
     ],
 )
 def test_sizes_between_measured_ones_are_interpolated(
@@ -153,12 +161,105 @@ def test_a_call_from_a_state_has_times_of_its_own_where_there_are_any() -> None:
     "change",
     [
         *({"T": 200}, {"T": 20000}, {"HV": 7}, {"HV": 257}),
-        *({"K": 64}, {"dtype": "float16"}, {"needs_grad": True}, {"kind": "jax"}),
+        *({"K": 64}, {"dtype": "float16"}, {"needs_grad": True}, {"kind": "numpy"}),
     ],
 )
 def test_nothing_near_predicts_nothing(change: dict[str, Any]) -> None:
     assert cost.predict("reference", call(**{"T": 4096, **change})) is None
     assert cost.predict("another", call(T=4096)) is None
+
+
+def of_one_size(kind: str, seconds: float, source: str = "") -> Table:
+    """A time of 4096 tokens and 64 items."""
+    key = "reference", GROUP._replace(kind=kind)
+    sources = {(*key, PLAIN): source} if source else {}
+    return table(times=MappingProxyType({key: {PLAIN: {64: ((4096, seconds),)}}}), sources=sources)
+
+
+def test_one_size_does_not_tell_how_times_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_tables, "in_use", lambda device: of_one_size("torch", 7.0))
+    found = cost.predict("reference", call(T=4096))
+    assert found is not None and found.seconds == 7.0
+    for change in (
+        {"T": 4095},
+        {"T": 4097},
+        {"T": 4096, "H": 32, "HV": 32},
+        {"T": 4096, "H": 128, "HV": 128},
+    ):
+        assert cost.predict("reference", call(**change)) is None
+
+
+def test_jax_has_its_own_times_where_measured_and_those_of_torch_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = cost_tables._with_records(table(source="a test"), of_one_size("jax", 7.0, "a record"))
+    monkeypatch.setattr(cost_tables, "in_use", lambda device: both)
+    found = {T: cost.predict("reference", call(T=T, kind="jax")) for T in (4096, 2048)}
+    assert found[4096] == cost.Prediction(7.0, f"measured ({NAME}; a record)")
+    assert found[2048] == cost.Prediction(4.0, f"interpolated from calls with torch arrays ({NAME}; a test)")
+
+
+def test_recorded_times_never_replace_measured_ones() -> None:
+    recorded = table(
+        times=MappingProxyType(
+            {("reference", GROUP): {PLAIN: {64: ((1024, 99.0), (2048, 3.0)), 128: ((16, 1.0),)}}}
+        ),
+        source="a record",
+    )
+    merged = cost_tables._with_records(table(source="a test"), recorded)
+    assert merged.times["reference", GROUP] == {
+        PLAIN: {
+            32: ((1024, 1.0), (4096, 4.0)),
+            64: ((1024, 2.0), (2048, 3.0), (4096, 8.0)),
+            128: ((16, 1.0),),
+        },
+        STATE: {64: ((16, 0.5),)},
+    }
+    assert merged.source_of("reference", GROUP, PLAIN) == "a test, and a record"
+    assert merged.source_of("reference", GROUP, STATE) == "a test"
+
+
+def test_steps_with_candidates_are_not_told_of_by_those_without() -> None:
+    """One token, four by records, four by states: what was recorded on an H200."""
+    sizes = Shape(32, 1, 32, 32, 128, 128)
+    plain = CallDescription(
+        op="fused_decode_kda",
+        kind="torch",
+        device="cuda",
+        arch="sm_90",
+        dtype="bfloat16",
+        gate_dtype="bfloat16",
+        beta_dtype="bfloat16",
+        shape=sizes,
+        pool=Pool(inplace=True),
+        options=options(inplace_state=True),
+    )
+    four = dataclasses.replace(plain, shape=dataclasses.replace(sizes, T=4))
+    by_records = dataclasses.replace(four, pool=Pool(inplace=True, records=True))
+    by_states = dataclasses.replace(four, pool=Pool(indices=2, inplace=True))
+    table = cost_tables.shipped("sm_90")
+    assert table is not None
+    times = []
+    for asked in (plain, by_records, by_states):
+        request = request_of(asked)
+        (ordered,) = cost._measured(table, "cuda", request)
+        found = cost._best(ordered, cost.tokens_of(request), request.N * request.HV)
+        assert found is not None and found.source == f"measured ({table.device}; {FUSED_DECODE})"
+        times.append(found.seconds)
+        more = request_of(dataclasses.replace(asked, shape=dataclasses.replace(asked.shape, B=64)))
+        (ordered,) = cost._measured(table, "cuda", more)
+        found = cost._best(ordered, cost.tokens_of(more), more.N * more.HV)
+        assert (found is None) == (asked is not plain)
+    assert times == pytest.approx(recorded_seconds("kda-b32", "verify-records", "verify-states"), rel=1e-3)
+
+
+FUSED_DECODE = "benchmarks/results/h200/fused-decode.json"
+
+
+def recorded_seconds(*cases: str) -> list[float]:
+    rows = json.loads((Path(__file__).parents[2] / FUSED_DECODE).read_text())["rows"]
+    by_case = {row["case"]: row["seconds"] for row in rows if row["contender"] == "fused"}
+    return [by_case[case] for case in cases]
 
 
 # --- which table counts -------------------------------------------------------------------------------------------

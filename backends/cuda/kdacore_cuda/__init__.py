@@ -9,7 +9,7 @@ from typing import Any
 
 from kdacore import ops
 from kdacore.hookspecs import hookimpl
-from kdacore.lazy import lazy_function, package_probe
+from kdacore.lazy import install_line, lazy_function, package_probe
 from kdacore.types import Backend, Forward, OpImpl, Request, Requirement, Verifier
 
 VERIFIED = frozenset({"sm_90"})
@@ -166,7 +166,7 @@ def make_backend() -> Backend:
         "own; recurrent ops, two training stages",
         requirements=(
             Requirement("CUDA driver", _driver_missing, install, hardware=True),
-            Requirement("torch or JAX", _array_library_missing, "pip install 'kdacore[cuda]'"),
+            Requirement("torch or JAX", _array_library_missing, install_line("cuda")),
         ),
         rank=100,
         device_types=("cuda",),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kdacore import verifiers as common
+from kdacore.lazy import install_line
 from kdacore.ops import POOL_FEATURES
 from kdacore.types import Reason, Request
 from kdacore_cuda.architectures import BUILD_ARCHS, FIRST_ARCH, HEAD_DIMS
@@ -72,7 +73,7 @@ def compiler(request: Request) -> Reason | None:
     if _has_compiler() or (arch in BUILD_ARCHS and _has_cubins()):
         return None
     why = "has no packaged kernels for this architecture and no NVRTC to compile them"
-    want = "pip install 'kdacore[cuda]', or " + " or ".join(BUILD_ARCHS) + " and a wheel for Linux"
+    want = f"{install_line('cuda')}, or {' or '.join(BUILD_ARCHS)} and a wheel for Linux"
     return Reason("unavailable", why, arch, want)
 
 
@@ -104,7 +105,7 @@ def _unpackaged(got: str) -> Reason | None:
     if _has_compiler():
         return None
     why = "has no packaged kernels for this call and no NVRTC to compile them"
-    return Reason("unavailable", why, got, "pip install 'kdacore[cuda]'")
+    return Reason("unavailable", why, got, install_line("cuda"))
 
 
 XLA_VERSIONS = ((0, 3), (0, 4))

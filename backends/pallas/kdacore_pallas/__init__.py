@@ -10,7 +10,7 @@ from functools import partial
 
 from kdacore import config
 from kdacore.hookspecs import hookimpl
-from kdacore.lazy import lazy_function
+from kdacore.lazy import install_line, lazy_function
 from kdacore.ops import (
     CHECKPOINT_FEATURES,
     GATE_FEATURES,
@@ -40,7 +40,7 @@ def _probe_jax() -> str | None:
     return None
 
 
-JAX = Requirement("jax", _probe_jax, "pip install 'kdacore[jax]'")
+JAX = Requirement("jax", _probe_jax, install_line("jax"))
 
 
 _lazy = partial(lazy_function, "kdacore_pallas")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kdacore.hookspecs import hookimpl
-from kdacore.lazy import lazy_function, package_probe
+from kdacore.lazy import install_line, lazy_function, package_probe
 from kdacore.ops import (
     CHECKPOINT_FEATURES,
     GATE_FEATURES,
@@ -132,8 +132,8 @@ def make_backend() -> Backend:
         },
         summary="portable GPU kernels: training, prefill and decode; CPU tensors with TRITON_INTERPRET=1",
         requirements=(
-            Requirement("torch", package_probe("torch"), "pip install 'kdacore[triton]'"),
-            Requirement("Triton", package_probe("triton"), "pip install 'kdacore[triton]'"),
+            Requirement("torch", package_probe("torch"), install_line("triton")),
+            Requirement("Triton", package_probe("triton"), install_line("triton")),
         ),
         rank=50,
         device_types=("cuda", "rocm", "cpu"),

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kdacore.errors import BackendBuildError
+from kdacore.lazy import install_line
 from kdacore_cuda.architectures import FIRST_ARCH
 from kdacore_cuda.build.kernel_source import KernelSource, gather_headers, nvrtc_options
 
@@ -113,7 +114,7 @@ def _nvrtc() -> tuple[Any, str]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        log = f"the NVRTC bindings are not installed ({error}); pip install 'kdacore[cuda]'"
+        log = f"the NVRTC bindings are not installed ({error}); {install_line('cuda')}"
         raise BackendBuildError("CUDA kernels", log) from error
     try:
         status, major, minor = nvrtc.nvrtcVersion()

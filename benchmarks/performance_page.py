@@ -40,7 +40,12 @@ XLA, XLA_GRADIENT, JAX_CALLS = "h200/xla", "h200/xla-grad", "h200/jax-calls"
 TPU = "tpu-compiler/report"
 
 OURS = {"cuda": "kdacore cuda", "triton": "kdacore triton"}
-PEERS = {"fla-core": "fla-core", "flash-kda": "FlashKDA", "nvidia-cudnn-frontend": "cuDNN frontend"}
+PEERS = {
+    "fla-core": "fla-core",
+    "flash-kda": "FlashKDA",
+    "nvidia-cudnn-frontend": "cuDNN frontend",
+    "flash-qla": "FlashQLA",
+}
 SHOWN_STAGES = (
     "B2 T512 H64",
     "B2 T8192 H64",
@@ -446,8 +451,8 @@ HEADLINE = (
     ("training", "B1 T8192 H64 unbounded", "the same, unbounded gate"),
     ("decode", "decode B8 H32", "decode, 8 sequences, 32 heads"),
     ("decode", "decode B256 H32", "decode, 256 sequences, 32 heads"),
-    ("gated delta rule", "B1 T8192 H16 HV32", "gated delta rule, forward, 16 key and 32 value heads"),
-    ("gated delta rule, training", "B1 T8192 H16 HV32", "the same, forward + backward"),
+    ("gated delta rule", "B1 T8192 H16 HV32, decay given", "gated delta rule, 16 key and 32 value heads"),
+    ("gated delta rule, training", "B1 T8192 H16 HV32, decay given", "the same, forward + backward"),
     ("fused decode", "kda-b32", "fused decode step (convolution, KDA, gated norm), 32 sequences, 32 heads"),
 )
 """Part, case, and what the README calls it."""

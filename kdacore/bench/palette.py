@@ -18,6 +18,7 @@ OWN = {
     "flash-kda": "#81b29a",
     "cuDNN frontend": "#b08968",
     "nvidia-cudnn-frontend": "#b08968",
+    "FlashQLA": "#d4a017",
     "flash-qla": "#d4a017",
     "flashinfer-python": "#8c2f39",
 }

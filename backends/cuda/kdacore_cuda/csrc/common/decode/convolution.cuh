@@ -37,16 +37,19 @@ struct Window {
 
 // Four neighbouring elements of a type that is known at run time. A load of 8 bytes and one of 16 to the same registers
 // would wait for each other, whichever of them is switched off.
-__device__ __forceinline__ Bits<4> load_four(u64 base, Offset index, int type) {
+__device__ __forceinline__ void load_four(Bits<4>& r, u64 base, Offset index, int type) {
   const bool wide = type == TYPE_FLOAT32;
   const u64 at = base + (u64)index * (wide ? 4 : 2);
-  Bits<4> r;
   const uint2 x = load_global8(at);
   r.w[0] = x.x, r.w[1] = x.y;
   if (wide) {
     const uint2 y = load_global8(at + 8);
     r.w[2] = y.x, r.w[3] = y.y;
   }
+}
+__device__ __forceinline__ Bits<4> load_four(u64 base, Offset index, int type) {
+  Bits<4> r;
+  load_four(r, base, index, type);
   return r;
 }
 

@@ -9,22 +9,31 @@ __device__ __forceinline__ const LanePosition& update_position(const LanePositio
 // This lane's first column among the block's.
 __device__ __forceinline__ int own_column(const LanePosition& at) { return at.v % COLUMNS; }
 
-// Factors of four channels for a lane's rows, from two arrays with an element for each channel.
+// Factors of four channels, of a lane's rows i to i + 3, from an array with an element for each channel.
+__device__ __forceinline__ void read_rows(float (&x)[4], u32 from, int i) {
+  if (i < ROWS) read_floats(x, from + 4 * row_channel(i));
+}
+// From two arrays. They are loaded while the rows before are computed.
 struct RowFactors {
   float first[4], second[4];
 };
-__device__ __forceinline__ void read_rows(RowFactors& x, u32 first, u32 second, int row) {
-  read_floats(x.first, first + 4 * row_channel(row));
-  read_floats(x.second, second + 4 * row_channel(row));
+__device__ __forceinline__ void read_rows(RowFactors& x, u32 first, u32 second, int i) {
+  read_rows(x.first, first, i), read_rows(x.second, second, i);
 }
-// Rows i to i + 3. Their factors are loaded while the rows before are computed.
-__device__ __forceinline__ void move_rows(float (&s)[ROWS][VECTOR], int i, const RowFactors& decay_k,
-                                          const float (&u)[OUT]) {
+// Rows i to i + 3 behind an update: decayed, then with the key's part.
+__device__ __forceinline__ void decay_rows(float (&s)[ROWS][VECTOR], int i, const float (&decay)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
 #pragma unroll
-    for (int c = 0; c < VECTOR; ++c)
-      s[i + j][c] = multiply_add(decay_k.second[j], u[c], decay_k.first[j] * s[i + j][c]);
+    for (int c = 0; c < VECTOR; ++c) s[i + j][c] = decay[j] * s[i + j][c];
+  }
+}
+__device__ __forceinline__ void update_rows(float (&s)[ROWS][VECTOR], int i, const float (&k)[4],
+                                            const float (&u)[OUT]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) s[i + j][c] = multiply_add(k[j], u[c], s[i + j][c]);
   }
 }
 
@@ -32,14 +41,12 @@ __device__ __forceinline__ void move_rows(float (&s)[ROWS][VECTOR], int i, const
 struct LaneSums {
   float k[VECTOR], q[VECTOR];
 };
-__device__ __forceinline__ void add_rows(LaneSums& x, const float (&s)[ROWS][VECTOR], int i, const RowFactors& q_k) {
+__device__ __forceinline__ void add_rows(float (&sum)[VECTOR], const float (&s)[ROWS][VECTOR], int i,
+                                         const float (&x)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
 #pragma unroll
-    for (int c = 0; c < VECTOR; ++c) {
-      x.k[c] = multiply_add(q_k.second[j], s[i + j][c], x.k[c]);
-      x.q[c] = multiply_add(q_k.first[j], s[i + j][c], x.q[c]);
-    }
+    for (int c = 0; c < VECTOR; ++c) sum[c] = multiply_add(x[j], s[i + j][c], sum[c]);
   }
 }
 // Those over this warp's channels, to shared memory.
@@ -60,13 +67,13 @@ __device__ __forceinline__ void share_sums(LaneSums& x, const LanePosition& at, 
 }
 
 // The state behind an update, from this lane's first decay and key on.
-__device__ __forceinline__ void move_by(float (&s)[ROWS][VECTOR], u32 decay, u32 key, const float (&u)[OUT]) {
+__device__ __forceinline__ void move_by(float (&s)[ROWS][VECTOR], u32 decays, u32 keys, const float (&u)[OUT]) {
   RowFactors x, next;
-  read_rows(x, decay, key, 0);
+  read_rows(x, decays, keys, 0);
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
-    if (i + 4 < ROWS) read_rows(next, decay, key, i + 4);
-    move_rows(s, i, x, u);
+    read_rows(next, decays, keys, i + 4);
+    decay_rows(s, i, x.first), update_rows(s, i, x.second, u);
     x = next;
   }
 }
@@ -86,34 +93,35 @@ __device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LaneP
 
 // The sums of a token before the state has moved on.
 __device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot) {
-  const u32 staged = staged_token(memory, slot) + 4 * at.first, q = staged + OFFSET(StagedToken, decayed_q),
-            k = staged + OFFSET(StagedToken, decayed_k);
+  const u32 staged = staged_token(memory, slot) + 4 * at.first, qs = staged + OFFSET(StagedToken, decayed_q),
+            ks = staged + OFFSET(StagedToken, decayed_k);
   LaneSums sums = {};
   RowFactors x, next;
-  read_rows(x, q, k, 0);
+  read_rows(x, qs, ks, 0);
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
-    if (i + 4 < ROWS) read_rows(next, q, k, i + 4);
-    add_rows(sums, s, i, x);
+    read_rows(next, qs, ks, i + 4);
+    add_rows(sums.k, s, i, x.second), add_rows(sums.q, s, i, x.first);
     x = next;
   }
   share_sums(sums, at, memory, slot);
 }
-// Both at once: the state behind a token, and the sums of the next one.
+// Both at once: the state behind a token, and the sums of the next one. Of the four arrays each is loaded for the next
+// rows as soon as it has been used: two sets of factors would leave no registers.
 __device__ __forceinline__ void move_and_multiply(float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory,
                                                   int slot, const float (&u)[OUT]) {
   const u32 staged = staged_token(memory, slot) + 4 * at.first, after = staged + (u32)sizeof(StagedToken);
-  const u32 decay = staged + OFFSET(StagedToken, decay), k = staged + OFFSET(StagedToken, k),
-            next_q = after + OFFSET(StagedToken, decayed_q), next_k = after + OFFSET(StagedToken, decayed_k);
+  const u32 decays = staged + OFFSET(StagedToken, decay), keys = staged + OFFSET(StagedToken, k),
+            next_ks = after + OFFSET(StagedToken, decayed_k), next_qs = after + OFFSET(StagedToken, decayed_q);
   LaneSums sums = {};
-  RowFactors moved, multiplied;
-  read_rows(moved, decay, k, 0), read_rows(multiplied, next_q, next_k, 0);
+  float decay[4], k[4], next_k[4], next_q[4];
+  read_rows(decay, decays, 0), read_rows(k, keys, 0), read_rows(next_k, next_ks, 0), read_rows(next_q, next_qs, 0);
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
-    move_rows(s, i, moved, u);
-    if (i + 4 < ROWS) read_rows(moved, decay, k, i + 4);
-    add_rows(sums, s, i, multiplied);
-    if (i + 4 < ROWS) read_rows(multiplied, next_q, next_k, i + 4);
+    decay_rows(s, i, decay), read_rows(decay, decays, i + 4);
+    update_rows(s, i, k, u), read_rows(k, keys, i + 4);
+    add_rows(sums.k, s, i, next_k), read_rows(next_k, next_ks, i + 4);
+    add_rows(sums.q, s, i, next_q), read_rows(next_q, next_qs, i + 4);
   }
   share_sums(sums, at, memory, slot + 1);
 }

@@ -29,9 +29,25 @@ struct Channels {
 struct ChannelWindows {
   WindowPlaces q, k, v;
 };
+// Zeros where nothing is loaded, here and in the functions below. The compiler turns a load that depends on a condition
+// into one that keeps what was in its registers. If that is undefined, they are taken on the whole way around the loop
+// over passes, and the recurrence has none left to load factors ahead.
+__device__ __forceinline__ RawGate<1> load_gate_or_zeros(const DecodeRecordsParams& p, const Item& it) {
+  RawGate<1> raw = {};
+  const u32 hv = it.hv + it.zero;
+  if (p.A_log) raw.A_log = load_global4(p.A_log + 4 * (u64)hv);
+  if (!p.dt_bias) return raw;
+  if (scalar_gate(p)) {
+    raw.scalar_bias = load_elements<1>(p.dt_bias, hv, bias_type(p));
+  } else {
+    raw.bias = load_elements<1>(p.dt_bias, (u32)it.hv * K + thread_index(), bias_type(p));
+  }
+  return raw;
+}
 __device__ __forceinline__ void load_channel(const DecodeRecordsParams& p, Channel& c, int index) {
   c.index = index + thread_index();
-  c.weight = load_four(p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
+  c.weight = {}, c.bias = {};
+  load_four(c.weight, p.conv_weight, (Offset)c.index * TAPS, p.conv_weight_type);
   if (p.conv_bias) c.bias = load_elements<1>(p.conv_bias, (Offset)c.index, p.conv_bias_type);
 }
 __device__ __forceinline__ Channels load_channels(const DecodeRecordsParams& p, const Item& it, const Part& part) {
@@ -41,7 +57,7 @@ __device__ __forceinline__ Channels load_channels(const DecodeRecordsParams& p, 
   load_channel(p, c.k, (p.H + h) * K);
   c.v.index = 0;
   if (owns_column()) load_channel(p, c.v, 2 * p.H * K + it.hv * V + part.column());
-  c.gate = load_gate<1>(p, it, thread_index());
+  c.gate = load_gate_or_zeros(p, it);
   return c;
 }
 __device__ __forceinline__ int gate_channel(const DecodeRecordsParams& p, const Item& it) {
@@ -153,7 +169,7 @@ __device__ __forceinline__ NormInputs load_norm(const DecodeRecordsParams& p, co
   NormInputs in = {};
   if (!has_norm(p, count)) return in;
   const int column = part.column() + norm_column();
-  in.weight = load_norm_weight(p, it.hv, column);
+  load_four(in.weight, p.norm_weight, it.hv * (Offset)p.norm_sh + column, p.norm_type);
   if (p.z) in.z = load_z(p, at.z + (first + warp_index()) * (Offset)p.z_st, column);
   return in;
 }

@@ -13,7 +13,7 @@ struct SequenceNumbers {
 // Of 64 bits in two loads: one of 8 bytes or one of 4 to the same registers would wait for each other.
 __device__ __forceinline__ Number load_halves(u64 base, long long index, bool wide) {
   const u64 at = base + index * (wide ? 8 : 4);
-  Number r;
+  Number r = {};
   r.low = load_global4(at);
   if (wide) r.high = load_global4(at + 4);
   return r;
@@ -66,7 +66,8 @@ __device__ __forceinline__ SequenceStart find_start(const DecodeRecordsParams& p
   r.row = r.from;
   if (p.accepted) {
     r.accepted = number_of(numbers.accepted, p.flags & FLAG_ACCEPTED64);
-    r.from = r.accepted > 0 ? load_number(p.indices, (it.n + it.zero) * p.indices_row + r.accepted - 1, wide) : -1;
+    const long long named = (it.n + it.zero) * p.indices_row + r.accepted - 1;
+    r.from = r.accepted > 0 ? number_of(load_halves(p.indices, named, wide), wide) : -1;
   }
   const bool zeros = p.accepted && r.accepted <= 0;
   r.padding = !zeros && !is_slot(p, r.from);

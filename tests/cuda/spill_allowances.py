@@ -79,18 +79,11 @@ ALLOWED = (
         "one block carries all 128 columns of a state, 32 a warp, in 168 registers; compiled only",
     ),
     Allowance(
-        16,
+        12,
         "sm_90a",
         "sm90/gated_delta/chunk_records_beside.cu",
         {},
         "two units of 256 threads leave 128 registers; what is needed once a unit",
-    ),
-    Allowance(
-        60,
-        "sm_90a",
-        "sm90/gated_delta/walk_records_keeping.cu",
-        {"WARPGROUPS": 2, "NARROW": None},
-        "two warpgroups leave 232 registers; places of what is kept, needed once a chunk",
     ),
     *(
         Allowance(spills, "sm_90a", f"sm90/gated_delta/{name}.cu", {"MARKS": 1} | macros, _MARKS)
@@ -100,13 +93,6 @@ ALLOWED = (
             ("walk_first_segments", {}, 16),
             ("walk_later_segments", {}, 8),
         )
-    ),
-    Allowance(
-        12,
-        "sm_90a",
-        "sm90/gated_delta/walk_first_segments.cu",
-        {"MARKS": None, "NARROW": 1},
-        "two walks in one kernel, with the head dims of the call; what is needed once a walk",
     ),
     Allowance(
         56,

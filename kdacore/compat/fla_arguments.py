@@ -83,7 +83,7 @@ def chunk_kda(
     if transpose_state_layout is not None:
         state_v_first = _by_former_name(op, state_v_first, transpose_state_layout)
     if head_first:
-        _refuse(op, head_first=head_first)
+        _refuse_head_first(op, head_first)
     if chunk_size != 64:
         _check_chunk_size(op, chunk_size, (32, 64))
     if use_graph:
@@ -178,7 +178,7 @@ def chunk_gated_delta_rule(
     if transpose_state_layout is not None:
         state_v_first = _by_former_name(op, state_v_first, transpose_state_layout)
     if head_first:
-        _refuse(op, head_first=head_first)
+        _refuse_head_first(op, head_first)
     if chunk_size != 64:
         _check_chunk_size(op, chunk_size, (16, 32, 64))
     if chunk_indices is not None and not isinstance(chunk_indices, Tensor):
@@ -514,8 +514,13 @@ def _by_former_name(op: str, state_v_first: bool, former: bool) -> bool:
 def _refuse(op: str, **arguments: object) -> None:
     """Arguments that kdacore has no counterpart of must be absent."""
     for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise ContractError(op, name, type(value).__name__, "None: kdacore cannot serve it")
+        if value is not None:
+            raise ContractError(op, name, type(value).__name__, "None: kdacore has no counterpart")
+
+
+def _refuse_head_first(op: str, head_first: object) -> None:
+    wanted = "False: pass arrays as [B, T, H, ...], which x.swapaxes(1, 2) makes"
+    raise ContractError(op, "head_first", repr(head_first), wanted)
 
 
 def _check_chunk_size(op: str, chunk_size: int, allowed: tuple[int, ...]) -> None:

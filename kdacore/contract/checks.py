@@ -75,7 +75,10 @@ class Arguments:
                 if kind.__module__ == "builtins"
                 else f"{kind.__module__}.{kind.__qualname__}"
             )
-            raise self.fail(name, got, "a NumPy array, torch.Tensor or jax.Array")
+            wanted = "a NumPy array, torch.Tensor or jax.Array"
+            if isinstance(self.arrays[name], list | tuple):
+                wanted += ", such as torch.tensor(x) or np.array(x)"
+            raise self.fail(name, got, wanted)
         if (problem := adapter.unreadable(self.arrays[name])) is not None:
             raise self.fail(name, *problem)
         return adapter

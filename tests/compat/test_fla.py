@@ -349,6 +349,13 @@ def test_defaults_of_the_recurrent_gated_delta_rule() -> None:
 # --- what cannot be served ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "chunk_gated_delta_rule"])
+def test_head_first_arrays_are_told_how_to_become_others(op: str) -> None:
+    x = arrays(gate=() if "gated" in op else (K,))
+    with pytest.raises(kdacore.ContractError, match=r"head_first.*True.*x\.swapaxes\(1, 2\)"):
+        getattr(fla, op)(**x, head_first=True)
+
+
 @pytest.mark.parametrize(
     ("op", "given", "named"),
     [

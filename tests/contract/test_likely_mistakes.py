@@ -204,6 +204,12 @@ def test_keys_that_nobody_normalised_are_warned_of(op: Any) -> None:
         op(**{**call, "k": np.where(call["k"] > 1e3, call["k"], call["k"] / 3)}, cu_seqlens=np.array([0, 20]))
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_sequence_of_python_numbers_says_how_to_make_an_array(kind: Any) -> None:
+    said = _said(kdacore.chunk_kda, **_call(), cu_seqlens=kind([0, 5]))
+    assert "cu_seqlens" in said and "np.array(x)" in said
+
+
 @pytest.mark.usefixtures("validate_values")
 def test_positive_log_decays_name_the_option_for_raw_gates() -> None:
     call = _call()

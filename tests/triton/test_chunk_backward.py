@@ -24,6 +24,7 @@ from kdacore.testing.random_cases import random_case
 from kdacore.testing.suite import run_case
 from kdacore.types import ChunkInputs, InputGrads, OutputGrads, RecurrentInputs, Request
 from kdacore_triton.chunk_backward import backward
+from kdacore_triton.chunk_backward_plan import ChunkBackwardPlan, plan_backward
 from kdacore_triton.chunk_forward import forward
 
 GPU = torch.cuda.is_available()
@@ -223,6 +224,28 @@ FORMS = [
 def test_tokens_behind_a_pack(form: dict[str, Any], lengths: tuple[int, ...], padding: int) -> None:
     """They hold NaN, and get gradients of zero; those of A_log and dt_bias are the sequences' alone."""
     check(Case(lengths=lengths, padding=padding, **form))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[2]])
+def test_forms_of_fewer_registers_give_the_same_bits(
+    form: dict[str, Any], v_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are taken for V of 129 to 192 (chunk_backward_plan.UNEVEN_VALUES)."""
+    case = Case(V=24, HV=2, v_first=v_first, **form)
+    call = build(case)
+    gradients = []
+    for by_rows, axis in ((False, 1), (True, 0)):
+
+        def planned(request: Request, rows: bool = by_rows, axis: int = axis) -> ChunkBackwardPlan:
+            return replace(plan_backward(request), states_by_rows=rows, diagonal_axis=axis)
+
+        monkeypatch.setattr("kdacore_triton.chunk_backward.plan_backward", planned)
+        check(case, call)
+        gradients.append(backward(call[0], call[1], (), call[2]))
+    for name, before, now in zip(InputGrads._fields, *gradients, strict=True):
+        assert (before is None) == (now is None), name
+        assert before is None or torch.equal(before, now), name
 
 
 @pytest.mark.first_cases(3)

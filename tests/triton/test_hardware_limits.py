@@ -80,6 +80,17 @@ def test_the_backwards_wide_scan(arch: str, stages: int, monkeypatch: pytest.Mon
     plan_backward.cache_clear()
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_the_backwards_registers(arch: str) -> None:
+    """V of 129 to 192 takes the forms with fewer registers; the kernels of other head dims stay what was measured."""
+    for gate in ("scalar", "bounded"):
+        for V in (64, 128, 129, 192, 193, 256):
+            plan = plan_backward(replace(request(arch, gate), V=V))
+            few = 128 < V <= 192
+            assert plan.diagonal_axis == (0 if few else 1)
+            assert plan.states_by_rows == (few and arch != "sm_90")
+
+
 @pytest.mark.parametrize(
     ("V", "padded"), [(16, 16), (20, 32), (64, 64), (65, 128), (128, 128), (192, 192), (193, 256), (300, 320)]
 )

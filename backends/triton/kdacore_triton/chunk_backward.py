@@ -137,7 +137,7 @@ def _run_scan(
         *(work[n] for n in ("hT", "dhT", "drT")), x.initial_state, d_final, d_initial, x.cu_seqlens,
         r.T, cdiv(r.T, p.C), r.HV, r.K, r.V,
         KP=p.KP, VP=p.VP, BV=t.scan_bv, C=p.C, LAST=last[0, 0].numel(), SCALAR_GATE=r.scalar_gate, PACKED=r.packed,
-        V_FIRST=r.state_v_first, DOT=p.dot, num_warps=t.scan_warps, num_stages=t.scan_stages,
+        V_FIRST=r.state_v_first, BY_ROWS=p.states_by_rows, DOT=p.dot, num_warps=t.scan_warps, num_stages=t.scan_stages,
     )  # fmt: skip
     for name in ("w", "kg", "qg"):
         del work[name]
@@ -186,7 +186,7 @@ def _run_grads(
         pairs = () if r.scalar_gate else (work["Aqk"], work["inv"])
         launch = _grads_scalar if r.scalar_gate else _grads
         if r.scalar_gate:
-            options["C"] = p.C
+            options |= {"C": p.C, "DIAGONAL_AXIS": p.diagonal_axis}
         launch(
             grid, *arrays, do, work["row_values"], *scanned, *pairs, *outputs, *scalars,
             *_sizes(r, p), r.H, r.HV, r.K, r.V,

@@ -74,7 +74,7 @@ _SPILLS: dict[_Kind, dict[str, int]] = {
     },
     _Kind("bounded", 96, 192): {
         "chunk_backward_prepare_offset_c64_kernel": 128,
-        "chunk_backward_scan_kernel": 85,
+        "chunk_backward_scan_kernel": 15,
         "chunk_backward_grads_offset_kernel": 420,
     },
     _Kind("scalar", 256, 512): {
@@ -82,7 +82,7 @@ _SPILLS: dict[_Kind, dict[str, int]] = {
         "chunk_backward_grads_scalar_kernel": 245,
     },
     _Kind("scalar", 96, 192): {
-        "chunk_backward_scan_kernel": 50,
+        "chunk_backward_scan_kernel": 41,
         "chunk_backward_grads_scalar_kernel": 240,
     },
     _Kind("bounded", dtype=_F32): {

@@ -19,7 +19,7 @@ from kdacore.types import Request
 
 from .chunk_forward_choice import EXACT_KEYS
 from .gate_families import GATES, beta_kind, has_usable_bound
-from .hardware_limits import shared_memory
+from .hardware_limits import has_warp_products, shared_memory
 from .kernel_options import full_precision, has_narrow_operands, on_nvidia
 from .launch import next_power_of_2
 
@@ -37,6 +37,10 @@ TF32_KEYS = 64
 as long (docs/lab/triton-backward.md) for a precision that bfloat16 inputs do not get either."""
 WIDE_SCAN_BYTES = 2112
 """Shared memory for each row of a chunk that the scan takes in two stages, with more than WIDE_KEYS channels of k."""
+UNEVEN_VALUES = range(129, 193)
+"""Head dims V whose kernels take the forms that need fewer registers: see ``states_by_rows`` and ``diagonal_axis``.
+
+K = 96 with V = 192 spills too much without them. Other head dims keep the machine code that was run on an H200."""
 EXACT_CHUNK = 64
 """Rows of a chunk in the forms without an offset."""
 SMALL_CHUNK = 32
@@ -105,6 +109,12 @@ class ChunkBackwardPlan:
     """dtype of the workspace and, bfloat16 or float32, of the matrix operands."""
     dot: str
     inverse_dot: str
+    states_by_rows: bool
+    """How the scan loads a state ``[K, V]``; see kernels.chunk_backward_scan.load_state.
+
+    Only where products are a warp's: with warp-group products the scan spills nothing."""
+    diagonal_axis: int
+    """See kernels.chunk_backward_grads_scalar; both values give the same bits."""
     options: dict[str, Any]
     """Constexprs of the gate, the norms and beta, shared by the chunk-parallel kernels."""
 
@@ -197,6 +207,8 @@ def plan_backward(request: Request) -> ChunkBackwardPlan:
         work_dtype=torch.bfloat16 if narrow else torch.float32,
         dot="bf16" if narrow else full,
         inverse_dot=full,
+        states_by_rows=request.V in UNEVEN_VALUES and has_warp_products(request.device.arch),
+        diagonal_axis=0 if request.V in UNEVEN_VALUES else 1,
         options={
             "GATE": GATES[request.gate],
             "BETA": beta_kind(request),

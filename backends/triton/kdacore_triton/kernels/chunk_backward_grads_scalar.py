@@ -113,9 +113,13 @@ def chunk_backward_grads_scalar_kernel(
     KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     GATE: tl.constexpr,
     L2NORM: tl.constexpr, BETA: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr,
+    DOT: tl.constexpr, ASM: tl.constexpr, C: tl.constexpr, DIAGONAL_AXIS: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(slots * HV,)``, with one slot more than chunks need when packed.
+
+    ``DIAGONAL_AXIS``: the axis along which a ``[C, C]`` matrix that is 0 off its diagonal is summed to the diagonal.
+    The bits are the same. Summed along 1, the diagonal has the layout of that matrix, and what it is multiplied with
+    takes that layout too: with 8 warps four copies of each row of q and k. Summed along 0 it cannot.
 
     ``dq`` and ``dk`` have HV heads. With L2NORM and channels in several blocks they are gradients of the normalised q
     and k, otherwise they are through the norm.
@@ -150,7 +154,7 @@ def chunk_backward_grads_scalar_kernel(
         M1 = mma_acc(dot, vt, M1, DOT)
         M2 = mma_acc(dr, vt, M2, DOT)
     M1 *= scale
-    diagonal = tl.sum(tl.where(i == j, M1, 0.0), 1)[:, None]
+    diagonal = tl.sum(tl.where(i == j, M1, 0.0), DIAGONAL_AXIS)[:, None]
     M1 = tl.where(i > j, M1, 0.0)
     M2 = tl.where(i > j, -M2, 0.0)
 

@@ -22,14 +22,24 @@ from .groups import BoundaryStates, PreparedTiles
 
 
 @triton.jit
-def load_state(state, nh, vs, ks, K, V, V_FIRST: tl.constexpr):
-    """State of sequence-head ``nh`` as a float32 tile ``[V rows, K columns]``, 0 outside."""
-    inside = (vs < V)[:, None] & (ks < K)[None, :]
-    if V_FIRST:
-        at = vs[:, None] * K + ks[None, :]
+def load_state(state, nh, vs, ks, K, V, V_FIRST: tl.constexpr, BY_ROWS: tl.constexpr):
+    """State of sequence-head ``nh`` as a float32 tile ``[V rows, K columns]``, 0 outside.
+
+    BY_ROWS: a state ``[K, V]`` is loaded as it lies in memory and transposed in registers. Its addresses and masks take
+    fewer registers, and so do the loops after it.
+    """
+    if BY_ROWS and not V_FIRST:
+        inside = (ks < K)[:, None] & (vs < V)[None, :]
+        at = ks[:, None] * V + vs[None, :]
+        S = tl.trans(tl.load(state + nh.to(tl.int64) * K * V + at, mask=inside, other=0.0))
     else:
-        at = ks[None, :] * V + vs[:, None]
-    return tl.load(state + nh.to(tl.int64) * K * V + at, mask=inside, other=0.0).to(tl.float32)
+        inside = (vs < V)[:, None] & (ks < K)[None, :]
+        if V_FIRST:
+            at = vs[:, None] * K + ks[None, :]
+        else:
+            at = ks[None, :] * V + vs[:, None]
+        S = tl.load(state + nh.to(tl.int64) * K * V + at, mask=inside, other=0.0)
+    return S.to(tl.float32)
 
 
 @triton.jit
@@ -59,7 +69,7 @@ def chunk_backward_scan_kernel(
     T, NT, HV, K, V,
     KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr,
     SCALAR_GATE: tl.constexpr, PACKED: tl.constexpr,
-    V_FIRST: tl.constexpr, DOT: tl.constexpr,
+    V_FIRST: tl.constexpr, BY_ROWS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. Grid: ``(2 * (VP // BV) * N * HV,)``."""
     pid = tl.program_id(0)
@@ -82,7 +92,7 @@ def chunk_backward_scan_kernel(
     if reverse == 0:
         S = tl.zeros([BV, KP], tl.float32)
         if states.initial_state is not None:
-            S = load_state(states.initial_state, nh, vs, ks, K, V, V_FIRST)
+            S = load_state(states.initial_state, nh, vs, ks, K, V, V_FIRST, BY_ROWS)
         for c in range(chunks):
             at = (slot + c).to(tl.int64) * HV + hv
             S16 = S.to(dtype)
@@ -96,7 +106,7 @@ def chunk_backward_scan_kernel(
     else:
         dS = tl.zeros([BV, KP], tl.float32)
         if states.d_final_state is not None:
-            dS = load_state(states.d_final_state, nh, vs, ks, K, V, V_FIRST)
+            dS = load_state(states.d_final_state, nh, vs, ks, K, V, V_FIRST, BY_ROWS)
         for i in range(chunks):
             c = chunks - 1 - i
             at = (slot + c).to(tl.int64) * HV + hv

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kdacore.types import Device, Request
-from kdacore_triton import configs
+from kdacore_triton import configs, stages_aot
 from kdacore_triton.chunk_backward_plan import plan_backward
 from kdacore_triton.chunk_forward_choice import config_of
 from kdacore_triton.chunk_forward_plan import padded_values
@@ -89,6 +89,12 @@ def test_the_backwards_registers(arch: str) -> None:
             few = 128 < V <= 192
             assert plan.diagonal_axis == (0 if few else 1)
             assert plan.states_by_rows == (few and arch != "sm_90")
+
+
+@pytest.mark.parametrize(("arch", "warps"), [("sm_80", 4), ("sm_86", 8), ("sm_90", 4), ("gfx942", 4)])
+def test_warps_of_a_stages_states(arch: str, warps: int) -> None:
+    found = [case for case in stages_aot.aot_cases(arch) if case.name == "state K128 bfloat16:state_kernel"]
+    assert [case.call.num_warps for case in found] == [warps]
 
 
 @pytest.mark.parametrize(

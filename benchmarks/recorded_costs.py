@@ -1,8 +1,9 @@
 """Make the package's table of recorded times of calls: ``python -m benchmarks.recorded_costs``.
 
-``kdacore tune`` measures no fused decode step, no call from JAX and few long calls with unbounded gates. The committed
-records of an H200 have some of each: they are written to ``kdacore/dispatch/profiles/recorded/sm_90.json``, where costs
-that the table of ``kdacore tune`` lacks are looked up. ``--check`` writes nothing, and fails if the table differs.
+``kdacore tune`` measures little training, no fused decode step, no call from JAX and few long calls with unbounded gates.
+The committed records of an H200 have some of each: they are written to
+``kdacore/dispatch/profiles/recorded/sm_90.json``, where costs that the table of ``kdacore tune`` lacks are looked up.
+``--check`` writes nothing, and fails if the table differs.
 """
 
 from __future__ import annotations
@@ -144,15 +145,46 @@ def xla_gradient(record: Record) -> Iterator[Timed]:
             yield Timed(call, "xla", row["milliseconds"] * 1e-3)
 
 
-def unbounded(record: Record) -> Iterator[Timed]:
-    """Calls with unbounded gates, the mean of the gate sets."""
-    times: dict[tuple[str, str, str, bool], list[float]] = {}
+def _ours(record: Record, call_of: Callable[[Record], CallDescription | None]) -> Iterator[Timed]:
+    """Calls of our backends, the mean of the gate sets; those of which ``call_of`` makes one."""
+    times: dict[tuple[CallDescription, str], list[float]] = {}
     for row in _rows(record):
-        if row["case"].endswith(" unbounded") and row["contender"].startswith("kdacore "):
-            key = row["case"], row["shape"], row["backend"], row["phase"] == "training"
-            times.setdefault(key, []).append(row["seconds"])
-    for (_, shape, backend, grad), found in times.items():
-        yield Timed(_call("chunk_kda", shape, MODEL, requires_grad=grad), backend, sum(found) / len(found))
+        call = call_of(row) if row["contender"].startswith("kdacore ") else None
+        if call is not None:
+            times.setdefault((call, row["backend"]), []).append(row["seconds"])
+    for (call, backend), found in times.items():
+        yield Timed(call, backend, sum(found) / len(found))
+
+
+def forward(record: Record) -> Iterator[Timed]:
+    """Calls with unbounded gates; ``kdacore tune`` measures the others."""
+
+    def call_of(row: Record) -> CallDescription | None:
+        return _call("chunk_kda", row["shape"], MODEL) if row["case"].endswith(" unbounded") else None
+
+    return _ours(record, call_of)
+
+
+def training(record: Record) -> Iterator[Timed]:
+    """Dense calls that keep nothing for their backward, with as many key as value heads."""
+
+    def call_of(row: Record) -> CallDescription | None:
+        size = re.fullmatch(r"B\d+ T\d+ H\d+( unbounded)?", row["case"])
+        given = MODEL if size and size[1] else BOUNDED
+        return _call("chunk_kda", row["shape"], given, requires_grad=True) if size else None
+
+    return _ours(record, call_of)
+
+
+def gated_delta_training(record: Record) -> Iterator[Timed]:
+    """Calls that compute their decays."""
+
+    def call_of(row: Record) -> CallDescription | None:
+        if row["case"].endswith(", decay given"):
+            return None
+        return _call("chunk_gated_delta_rule", row["shape"], MODEL, requires_grad=True)
+
+    return _ours(record, call_of)
 
 
 SOURCES: dict[str, Callable[[Record], Iterator[Timed]]] = {
@@ -160,8 +192,9 @@ SOURCES: dict[str, Callable[[Record], Iterator[Timed]]] = {
     "h200/jax-calls.json": jax_calls,
     "h200/xla.json": xla,
     "h200/xla-grad.json": xla_gradient,
-    "h200/h200-forward.json": unbounded,
-    "h200/h200-training.json": unbounded,
+    "h200/h200-forward.json": forward,
+    "h200/h200-training.json": training,
+    "h200/h200-gdn-training.json": gated_delta_training,
 }
 """The records that are read, and how. No two have times of one variant."""
 

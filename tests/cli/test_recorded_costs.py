@@ -70,11 +70,19 @@ def test_the_command(
     assert maker.main() == 1
 
 
-def fused_decode_time(case: str) -> str:
-    """Milliseconds of the committed record, as explain writes them."""
-    record = json.loads((maker.RESULTS / "h200" / "fused-decode.json").read_text(encoding="utf-8"))
-    (seconds,) = [r["seconds"] for r in record["rows"] if (r["case"], r["contender"]) == (case, "fused")]
+def timed(record: str, case: str, contender: str) -> str:
+    """Milliseconds of a committed record, as explain writes them."""
+    rows = json.loads((maker.RESULTS / "h200" / f"{record}.json").read_text(encoding="utf-8"))["rows"]
+    (seconds,) = [r["seconds"] for r in rows if (r["case"], r["contender"]) == (case, contender)]
     return f"{1e3 * seconds:.3g} ms measured"
+
+
+def fused_decode_time(case: str) -> str:
+    return timed("fused-decode", case, "fused")
+
+
+def trained(record: str, case: str) -> str:
+    return timed(record, case, "kdacore cuda")
 
 
 EXPLAINED = [
@@ -102,6 +110,17 @@ EXPLAINED = [
         "chunk_kda --kind jax --shape 1,8192,64,64,128,128 --backend xla",
         "5.09 ms measured",
         "measured (NVIDIA H200; benchmarks/results/h200/xla.json)",
+    ),
+    (
+        "chunk_kda --shape 1,8192,64,64,128,128 --requires-grad --safe-gate",
+        trained("h200-training", "B1 T8192 H64"),
+        "measured (NVIDIA H200; shipped, dispatch/profiles/sm_90.json, and "
+        "benchmarks/results/h200/h200-training.json)",
+    ),
+    (
+        "chunk_gated_delta_rule --shape 1,8192,16,32,128,128 --requires-grad",
+        trained("h200-gdn-training", "B1 T8192 H16 HV32"),
+        "measured (NVIDIA H200; benchmarks/results/h200/h200-gdn-training.json)",
     ),
     (
         "chunk_kda --shape 1,8192,64,64,128,128 --requires-grad",

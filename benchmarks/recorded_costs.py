@@ -1,7 +1,7 @@
 """Make the package's table of recorded times of calls: ``python -m benchmarks.recorded_costs``.
 
-``kdacore tune`` measures little training, no fused decode step, no call from JAX and few long calls with unbounded gates.
-The committed records of an H200 have some of each: they are written to
+``kdacore tune`` measures little training, no fused decode step, no call from JAX and few long calls with unbounded
+gates. The committed records of an H200 have some of each: they are written to
 ``kdacore/dispatch/profiles/recorded/sm_90.json``, where costs that the table of ``kdacore tune`` lacks are looked up.
 ``--check`` writes nothing, and fails if the table differs.
 """

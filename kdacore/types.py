@@ -855,7 +855,7 @@ def _summary(chosen: Candidate, hardware: str) -> str:
     ran = [chosen.backend, chosen.form.partition(":")[0], time]
     remedies = dict.fromkeys(chosen.remedies)  # a verifier's may begin with what a requirement says too
     own = [text for text in remedies if not any(text != r and text.startswith(r) for r in remedies)]
-    install = "".join([f"; {text}" for text in own])
+    install = "".join([f"\nto get it: {text}" for text in own])
     return f"{needs}: {', '.join(filter(None, ran))}{install}"
 
 

@@ -145,9 +145,11 @@ def test_explain_says_what_an_h200_took(
 ) -> None:
     assert cli.main(["explain", *words.split(), "--arch", "H200", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    last, _, install = said["text"].splitlines()[-1].partition("; ")
+    lines = said["text"].splitlines()
+    install = lines.pop() if lines[-1].startswith("to get it: ") else ""
+    last = lines[-1]
     extra = {"cuda": "cuda", "xla": "jax", "triton": "triton"}[said["backend"]]
     assert re.fullmatch(rf"on sm_90( with kdacore\[{extra}\])?: {said['backend']}.*, {time}", last)
-    assert not install or install.startswith(f"pip install '.[{extra}]'")
+    assert not install or install.startswith(f"to get it: pip install '.[{extra}]'")
     (chosen,) = [c for c in said["candidates"] if c["backend"] == said["backend"]]
     assert chosen["cost_source"] == source

@@ -267,7 +267,7 @@ def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
     assert max(map(len, run.stdout.splitlines())) <= 100
     last = "on sm_90" + " ".join(run.stdout.split()).rpartition("on sm_90")[2]
     install = r"pip install '\.\[cuda\]' in a checkout of kdacore"
-    wanted = rf"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms interpolated; {install}"
+    wanted = rf"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms interpolated to get it: {install}"
     assert re.fullmatch(wanted, last), run.stdout
 
 

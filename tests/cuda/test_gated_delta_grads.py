@@ -25,7 +25,7 @@ from kdacore_cuda.request_encoding import division, type_code
 pytestmark = pytest.mark.usefixtures("emulated", "poison")
 OP, BOUND, PART_BOUND = "chunk_gated_delta_rule", 8e-3, 1e-2
 """Contract section 4 for the gradients of 16-bit inputs."""
-SCALARS_AT, LEAST_BETA = 2 * 64 * 64 * 2 + 1024, 2.0**-64
+SCALARS_AT, LEAST_BETA = RECORD_BYTES - 4 * 64 * 4, 2.0**-64
 GRADIENTS = ("q", "k", "v", "g", "beta")
 F64 = torch.float64
 

@@ -43,6 +43,7 @@ from kdacore_cuda.kernel_parameters import (
     FLAGS,
     GATED_DELTA,
     GATED_DELTA_BACKWARD,
+    GATED_DELTA_RECORDS,
     GATES,
     GROUPS,
     INTRA,
@@ -71,7 +72,8 @@ PARAMS = {
     "sums": SUMS,
     "gate_sums": SUMS,
     "groups": GROUPS,
-    **dict.fromkeys(("chunk_records", "walk_records"), GATED_DELTA),
+    "chunk_records": GATED_DELTA_RECORDS,
+    "walk_records": GATED_DELTA,
     **dict.fromkeys(("walk_records_keeping", "walk_backward", "unit_grads"), GATED_DELTA_BACKWARD),
     "checkpoint_tail": CHECKPOINT_TAIL,
     "prepare_marked": PREPARE_MARKED,
@@ -557,6 +559,9 @@ def test_gated_delta_backward(seen: Stub, monkeypatch: pytest.MonkeyPatch, packe
     N, slots = (3, 150 // 64 + 3) if packed else (2, 6)
     records = (slots * 2,)
     assert tuple(x.grid for x in forward) == (*records, 2 * 6 * N)
+    for x in (*forward, *backward):
+        if x.entry == "chunk_records":
+            holds(x.params, units=slots * 2)
     walks = 2 * 6 * N * (1 if saves else 2)  # half a state a block
     assert tuple(x.grid for x in backward) == (*records * (not saves), walks, slots * 2, 6)
     named = {n: getattr(inputs, n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")}

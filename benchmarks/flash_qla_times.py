@@ -7,7 +7,6 @@ flash-linear-attention hands only such calls to FlashQLA. ``--check`` writes not
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import packaged_table
 from kdacore.bench.cases import PRESETS
 from kdacore.bench.runner import shape
 from kdacore.integrations.flash_qla_times import FILE, OP
@@ -101,23 +101,7 @@ def _rounded(seconds: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table differs")
-    args = parser.parse_args()
-    try:
-        text = table()
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if args.check:
-        same = TABLE.read_text(encoding="utf-8") == text
-        print(f"{TABLE.relative_to(ROOT)}: {'is' if same else 'is not'} what the records give")
-        return 0 if same else 1
-    TABLE.write_text(text, encoding="utf-8")
-    print(f"{TABLE.relative_to(ROOT)}: written")
-    return 0
+    return packaged_table.main(__doc__, lambda: table(), TABLE, ROOT)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ gates. The committed records of an H200 have some of each: they are written to
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from benchmarks import packaged_table
 from kdacore.calls.description import CallDescription, options
 from kdacore.calls.pools import Pool
 from kdacore.calls.requests import request_of
@@ -248,24 +248,7 @@ def _columns(columns: dict[int, dict[float, list[float]]]) -> Columns:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table differs")
-    args = parser.parse_args()
-    try:
-        text = cost_tables.dump(table())
-    except (OSError, ValueError, KeyError) as error:
-        print(f"{error!r}", file=sys.stderr)
-        return 1
-    if args.check:
-        same = TABLE.read_text(encoding="utf-8") == text
-        print(f"{TABLE.relative_to(ROOT)}: {'is' if same else 'is not'} what the records give")
-        return 0 if same else 1
-    TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(text, encoding="utf-8")
-    print(f"{TABLE.relative_to(ROOT)}: written")
-    return 0
+    return packaged_table.main(__doc__, lambda: cost_tables.dump(table()), TABLE, ROOT)
 
 
 if __name__ == "__main__":

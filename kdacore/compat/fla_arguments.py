@@ -413,7 +413,8 @@ def fused_recurrent_gated_delta_rule(
     op = "fused_recurrent_gated_delta_rule"
     if transpose_state_layout is not None:
         state_v_first = _by_former_name(op, state_v_first, transpose_state_layout)
-    _refuse(op, gv=gv)
+    if gv is not None:
+        raise ContractError(op, "gv", type(gv).__name__, "None: kdacore has no counterpart")
     if gk is not None and use_gate_in_kernel:
         raise ContractError(op, "gk", "an array with use_gate_in_kernel=True", "one of the two")
     A_log, dt_bias, _, _ = _gate(use_gate_in_kernel, A_log, dt_bias, False, None)
@@ -509,13 +510,6 @@ def _by_former_name(op: str, state_v_first: bool, former: bool) -> bool:
         "transpose_state_layout is the former name of state_v_first", DeprecationWarning, stacklevel=4
     )
     return bool(former)
-
-
-def _refuse(op: str, **arguments: object) -> None:
-    """Arguments that kdacore has no counterpart of must be absent."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ContractError(op, name, type(value).__name__, "None: kdacore has no counterpart")
 
 
 def _refuse_head_first(op: str, head_first: object) -> None:

@@ -244,7 +244,7 @@ class Family:
         """Capable backends, best first, each with the reason for its place."""
         if len(by_rank) < 2:
             others = any(not c.reasons and c not in by_rank for c in candidates)
-            why = "the only one that is chosen by itself" if others else "the only one that can"
+            why = "the only one that automatic choice takes" if others else "the only one that can"
             order: Iterable[tuple[Candidate, str]] = [(c, why) for c in by_rank]
         else:
             order = self._in_order(request, by_rank)

@@ -31,7 +31,7 @@ def test_every_op_can_be_explained(op: str, capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert "-> reference: supported" in out
     others = "xla: supported" in out
-    why = "the only one that is chosen by itself" if others else "the only one that can"
+    why = "the only one that automatic choice takes" if others else "the only one that can"
     assert out.endswith(f"chosen: reference ({why})\n")
 
 

@@ -71,3 +71,11 @@ __device__ __forceinline__ void make_ring_barriers(u32 barriers) {
   fence_async_proxy();  // bulk copies use them
   sync_block();
 }
+// The same, of stages with a WalkRecord, of whose matrices copies fill only what is on and below the diagonal.
+template <class Stage, int STAGES>
+__device__ __forceinline__ void make_record_barriers(u32 shared) {
+  const u32 record = shared + OFFSET(Stage, record);
+  clear_above_diagonal(record + OFFSET(WalkRecord, t), sizeof(Stage), STAGES, THREADS);
+  clear_above_diagonal(record + OFFSET(WalkRecord, a), sizeof(Stage), STAGES, THREADS);
+  make_ring_barriers<STAGES>(shared + OFFSET(Stage, barriers));
+}

@@ -81,11 +81,11 @@ __device__ __forceinline__ Stages load_forward(const GatedDeltaParams& p, Record
   };
   const auto load = [&](const Stages& ring) {
     const u32 stage = ring.stage();
-    if constexpr (!Records::COME_LATE) load_record(ring);
     k.fetch(stage + OFFSET(Stage, k), left, thread);
     q.fetch(stage + OFFSET(Stage, q), left, thread);
     v.fetch(stage + OFFSET(Stage, values), left, thread);
     left -= C;
+    if constexpr (!Records::COME_LATE) load_record(ring);  // behind the rows: a thread takes long to request it
   };
   return load_chunks(ring, x.s.chunks, thread, load, [&](const Stages& ring) {
     if constexpr (Records::COME_LATE) load_record(ring);
@@ -270,10 +270,7 @@ __device__ __forceinline__ u32 staging_at(u32 shared, int warp) {
   return shared + OFFSET(ForwardMemory<KEEPS>, staging) + warp * STAGING_BYTES<KEEPS>;
 }
 __device__ __forceinline__ void make_forward_barriers(u32 shared) {
-  const u32 record = shared + OFFSET(Stage, record);
-  clear_above_diagonal(record + OFFSET(WalkRecord, t), sizeof(Stage), MOST_STAGES, THREADS);
-  clear_above_diagonal(record + OFFSET(WalkRecord, a), sizeof(Stage), MOST_STAGES, THREADS);
-  make_ring_barriers<MOST_STAGES>(shared + OFFSET(Stage, barriers));
+  make_record_barriers<Stage, MOST_STAGES>(shared);
 }
 template <bool KEEPS, class Params, class Records = WrittenRecords>
 __device__ __forceinline__ void walk_forward(const Params& p, u32 shared, Records records = {}) {

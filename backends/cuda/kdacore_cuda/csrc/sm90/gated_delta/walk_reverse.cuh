@@ -31,10 +31,7 @@ using ReverseRing =
     Ring<REVERSE_STAGES, 0, sizeof(ReverseStage), OFFSET(ReverseStage, barriers), 8 * REVERSE_STAGES>;
 
 __device__ __forceinline__ void make_reverse_barriers(u32 shared) {
-  const u32 record = shared + OFFSET(ReverseStage, record);
-  clear_above_diagonal(record + OFFSET(WalkRecord, t), sizeof(ReverseStage), REVERSE_STAGES, THREADS);
-  clear_above_diagonal(record + OFFSET(WalkRecord, a), sizeof(ReverseStage), REVERSE_STAGES, THREADS);
-  make_ring_barriers<REVERSE_STAGES>(shared + OFFSET(ReverseStage, barriers));
+  make_record_barriers<ReverseStage, REVERSE_STAGES>(shared);
 }
 
 __device__ __forceinline__ void load_reverse(const GatedDeltaBackwardParams& p, const Item& x, u32 shared,

@@ -23,52 +23,58 @@ from kdacore.integrations import vllm_gdn_arguments as gdn
 from kdacore.integrations import vllm_ling_arguments as ling
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
-from kdacore.integrations.vllm_layers import with_arrays_of_layer, with_rows_of_weight
+from kdacore.integrations.vllm_layers import with_arrays_of_layer, with_steps_of_kimi
 
 Translator = Callable[..., Call]
 _GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
+_STEPS_OF_KIMI = decode.kda_decode_step, kda.kda_prefill
 
-REPLACED: dict[str, dict[str, Translator]] = {
-    "vllm.models.kimi_k3.nvidia.kda": {"_flashkda_prefill": kda.flashkda_prefill},
+REPLACED: dict[str, dict[str, tuple[Translator, ...]]] = {
+    "vllm.models.kimi_k3.nvidia.kda": {
+        "_flashkda_prefill": (kda.flashkda_prefill,),
+        "KimiK3DeltaAttention._forward": _STEPS_OF_KIMI,
+    },
+    f"{_GDN_LAYERS}.kimi_gdn_linear_attn": {"KimiGatedDeltaNetAttention._forward": _STEPS_OF_KIMI},
     "vllm.models.kimi_k3.nvidia.ops.third_party.kda": {
-        "chunk_kda_with_fused_gate": kda.chunk_kda_with_fused_gate,
-        "fused_recurrent_kda": kda.fused_recurrent_kda,
-        "fused_recurrent_kda_packed_decode": kda.fused_recurrent_kda_packed_decode,
+        "chunk_kda_with_fused_gate": (kda.chunk_kda_with_fused_gate,),
+        "fused_recurrent_kda": (kda.fused_recurrent_kda,),
+        "fused_recurrent_kda_packed_decode": (kda.fused_recurrent_kda_packed_decode,),
     },
     "vllm.models.glm5next.nvidia.ops.third_party.kda": {
-        "chunk_kda_with_fused_gate": kda.glm_chunk_kda_with_fused_gate,
-        "fused_recurrent_kda": kda.glm_fused_recurrent_kda,
+        "chunk_kda_with_fused_gate": (kda.glm_chunk_kda_with_fused_gate,),
+        "fused_recurrent_kda": (kda.glm_fused_recurrent_kda,),
     },
     f"{_GDN_LAYERS}.qwen_gdn_linear_attn": {
-        "fla_chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
-        "fused_recurrent_gated_delta_rule_packed_decode": gdn.fused_recurrent_gated_delta_rule_packed_decode,
-        "fused_sigmoid_gating_delta_rule_update": gdn.fused_sigmoid_gating_delta_rule_update,
-        "QwenGatedDeltaNetAttention._forward_core_decode_non_spec": decode.gdn_decode_step,
+        "fla_chunk_gated_delta_rule": (gdn.chunk_gated_delta_rule,),
+        "fused_recurrent_gated_delta_rule_packed_decode": (
+            gdn.fused_recurrent_gated_delta_rule_packed_decode,
+        ),
+        "fused_sigmoid_gating_delta_rule_update": (gdn.fused_sigmoid_gating_delta_rule_update,),
+        "QwenGatedDeltaNetAttention._forward_core_decode_non_spec": (decode.gdn_decode_step,),
     },
     f"{_GDN_LAYERS}.olmo_gdn_linear_attn": {
-        "chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
-        "fused_recurrent_gated_delta_rule": gdn.fused_recurrent_gated_delta_rule,
+        "chunk_gated_delta_rule": (gdn.chunk_gated_delta_rule,),
+        "fused_recurrent_gated_delta_rule": (gdn.fused_recurrent_gated_delta_rule,),
     },
     "vllm.model_executor.models.bailing_moe_v3": {
-        "chunk_kda": ling.ling_chunk_kda,
-        "fused_recurrent_kda": ling.ling_fused_recurrent_kda,
-        "fused_recurrent_kda_fwd": ling.ling_fused_recurrent_kda_fwd,
+        "chunk_kda": (ling.ling_chunk_kda,),
+        "fused_recurrent_kda": (ling.ling_fused_recurrent_kda,),
+        "fused_recurrent_kda_fwd": (ling.ling_fused_recurrent_kda_fwd,),
     },
     "vllm._custom_ops": {
-        "fused_kda_decode": decode.fused_kda_decode,
-        "fused_gdn_decode_post_conv_mtp": decode.fused_gdn_decode_post_conv_mtp,
+        "fused_gdn_decode_post_conv_mtp": (decode.fused_gdn_decode_post_conv_mtp,),
     },
 }
 """The functions and methods that are replaced and what translates their arguments, by the module that they are looked
 up in."""
 
-_HOOKS: dict[Translator, Callable[[Handover, Callable[..., Any]], Callable[..., Any]]] = {
-    decode.fused_kda_decode: with_rows_of_weight,
-    decode.gdn_decode_step: with_arrays_of_layer,
+_HOOKS: dict[tuple[Translator, ...], Callable[..., Callable[..., Any]]] = {
+    _STEPS_OF_KIMI: with_steps_of_kimi,
+    (decode.gdn_decode_step,): with_arrays_of_layer,
 }
-"""What replaces a function, where that is not :func:`handed_over`."""
+"""What replaces a function, where that is not :func:`handed_over`; made of the handover of each translation."""
 _FUSED: tuple[Translator, ...] = (
-    decode.fused_kda_decode,
+    decode.kda_decode_step,
     decode.gdn_decode_step,
     decode.fused_gdn_decode_post_conv_mtp,
 )
@@ -85,7 +91,8 @@ def is_active() -> bool:
 _HANDOVERS = {
     translator: Handover(translator, Hook(translator.__name__), is_active, _WHY_LEFT.get(translator))
     for functions in REPLACED.values()
-    for translator in functions.values()
+    for translators in functions.values()
+    for translator in translators
 }
 _patches = Patches()
 
@@ -121,10 +128,13 @@ def status() -> tuple[HookStatus, ...]:
 
 
 def _replace(module: ModuleType) -> None:
-    for name, translator in REPLACED[module.__name__].items():
-        handover = _HANDOVERS[translator]
+    for name, translators in REPLACED[module.__name__].items():
+        handovers = [_HANDOVERS[translator] for translator in translators]
         *classes, attribute = name.split(".")
         owner = functools.reduce(getattr, classes, module)
-        _patches.replace(owner, attribute, functools.partial(_HOOKS.get(translator, handed_over), handover))
-        here, hook = f"{module.__name__}.{name}, replaced", handover.hook
-        hook.place = f"{hook.place}; {here}" if hook.place else here
+        _patches.replace(
+            owner, attribute, functools.partial(_HOOKS.get(translators, handed_over), *handovers)
+        )
+        here = f"{module.__name__}.{name}, replaced"
+        for hook in [handover.hook for handover in handovers]:
+            hook.place = f"{hook.place}; {here}" if hook.place else here

@@ -126,6 +126,45 @@ def flashkda_prefill(
     return Call("chunk_kda", arguments, finish)
 
 
+def kda_prefill(
+    x: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    state: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+) -> Call:
+    """A step of Kimi's layers with prefills, behind the convolution and before the gated norm, in place in the pool.
+
+    ``x`` ``[T, 3*H*K]`` convolved; ``raw_g`` ``[1, T, H, K]``, ``raw_beta`` ``[1, T, H]``, ``out`` ``[1, T, H, V]``.
+    Sequences whose ``has_initial_state`` is False start from zeros, whatever their row holds. Returns None.
+    """
+    q, k, v = (part.transpose(0, 1) for part in packed_heads(x, *state.shape[1:]))
+    arguments = {
+        **_options(lower_bound),
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": raw_g,
+        "beta": raw_beta,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "initial_state": state,
+        "state_indices": state_indices,
+        "has_initial_state": has_initial_state,
+        "null_index": NULL_BLOCK,
+        "inplace_state": True,
+        "cu_seqlens": cu_seqlens,
+        "out": out,
+    }
+    return Call("chunk_kda", arguments, lambda result: None)
+
+
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,

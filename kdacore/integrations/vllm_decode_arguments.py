@@ -39,39 +39,36 @@ def why_left(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]
     return "; ".join(["fused decode steps of vLLM are replaced by the cuda backend alone", *reasons])
 
 
-def fused_kda_decode(
+def kda_decode_step(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
     conv_state: Tensor,
     raw_g: Tensor,
     raw_beta: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    state_indices: Tensor,
+    lower_bound: float | None,
     state: Tensor,
-    out: Tensor | None = None,
-    lower_bound: float | None = None,
-    output_gate: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-5,
+    state_indices: Tensor,
+    out: Tensor,
+    output_gate: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    norm_activation: str,
 ) -> Call:
-    """Kimi K3's decode step of one token for each sequence, convolution and gated norm included.
+    """The step of Kimi's layers for one token of each sequence, convolution and gated norm included.
 
-    ``x`` ``[B, 3*H*K]`` and ``conv_state`` ``[rows, 3*H*K, L]`` before the convolution, ``weight`` the layer's as
-    ``[3*H*K, w]``, None where the layer is not known; ``raw_g`` ``[1, B, H, K]``, ``raw_beta`` ``[1, B, H]``,
-    ``output_gate`` ``[B, H, V]``. Returns ``o`` ``[1, B, H, V]``.
+    ``x`` ``[B, 3*H*K]`` and ``conv_state`` ``[rows, 3*H*K, L]`` before the convolution; ``raw_g`` ``[1, B, H, K]``,
+    ``raw_beta`` ``[1, B, H]``, ``output_gate`` ``[B, H, V]``, ``out`` ``[1, B, H, V]``. Returns None, as the layer's
+    method does.
     """
-    if weight is None:
-        raise ContractError(
-            "fused_kda_decode", "weight", "an array that is of no layer of the forward context", "a layer's"
-        )
     arguments = {
         **_OPTIONS,
         **bounded_gate(lower_bound),
         "x": x.unsqueeze(1),
-        "conv_weight": weight,
-        "conv_bias": bias,
+        "conv_weight": conv_weight,
+        "conv_bias": conv_bias,
         "conv_state": conv_state,
         "g": raw_g.transpose(0, 1),
         "beta": raw_beta.transpose(0, 1),
@@ -79,12 +76,13 @@ def fused_kda_decode(
         "dt_bias": dt_bias,
         "state_indices": state_indices,
         "initial_state": state,
-        "z": None if output_gate is None else output_gate.unsqueeze(1),
+        "z": output_gate.unsqueeze(1),
         "norm_weight": norm_weight,
         "norm_eps": norm_eps,
-        "out": None if out is None else out.transpose(0, 1),
+        "norm_activation": norm_activation,
+        "out": out.transpose(0, 1),
     }
-    return Call("fused_decode_kda", arguments, lambda result: result[0].transpose(0, 1))
+    return Call("fused_decode_kda", arguments, lambda result: None)
 
 
 def gdn_decode_step(

@@ -1,5 +1,5 @@
-"""Hooks of vLLM's fused decode steps that take arrays of a layer: what the call has is not enough, or not as kdacore
-reads it."""
+"""Hooks of methods of vLLM's layers, which hold arrays that the functions inside do not get: kdacore computes what is
+several launches there in one, and reads and writes pools in place."""
 
 from __future__ import annotations
 
@@ -7,52 +7,85 @@ import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-from weakref import WeakValueDictionary
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from kdacore.integrations.handover import Handover, compute_or_leave
 from kdacore.integrations.packed_arguments import of_each_sequence
 
-_layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""Layers of Kimi K3 by the identity of their weights for decoding."""
 
+def with_steps_of_kimi(
+    decode: Handover, prefill: Handover, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``_forward`` of Kimi's layers: all between the projections of the input and that of the output.
 
-def with_rows_of_weight(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``fused_kda_decode``, with the convolution's weight as its layer holds it for prefill.
-
-    vLLM passes a copy ``[3, w, H*K]``, of which no view is ``[3*H*K, w]``. A copy of our own would be out of date in a
-    captured graph once weights are loaded again; the layer's parameter is what vLLM loads its copy with.
+    A step of decodes alone is one launch of ``decode``, convolution and gated norm included. In a step with prefills
+    vLLM's convolution runs once for q, k and v, which ``prefill`` takes as columns of its result; the states stay in
+    vLLM's pool; vLLM's norm follows. Steps with drafted tokens or checkpoints, and layers that were told to use
+    FlashInfer, are vLLM's, whose functions may be hooked in turn.
     """
+    metadata_of = import_module("vllm.forward_context").get_forward_context
+    convolve = import_module("vllm.model_executor.layers.mamba.ops.causal_conv1d").causal_conv1d_fn
 
     @functools.wraps(original)
-    def fused_kda_decode(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
+    ) -> Any:
         def leave() -> Any:
-            return original(x, weight, *args, **kwargs)
+            return original(self, mixed_qkv, g1, g2, beta, core_attn_out)
 
-        return compute_or_leave(handover, (x, rows_of_weight(weight), *args), kwargs, leave)
+        steps = metadata_of().attn_metadata
+        m = steps.get(self.prefix) if isinstance(steps, dict) else None
+        if m is None or m.num_spec_decodes or getattr(m, "checkpoint", None) is not None:
+            return leave()
+        T = m.num_actual_tokens
+        x, norm = mixed_qkv[:T], self.o_norm
+        window, state = self.kv_cache[:2]
+        if window.shape[1] != x.shape[1]:  # [rows, L, D], vLLM's default
+            window = window.transpose(1, 2)
+        weight = self.conv1d.weight.flatten(1)
+        gates = (g1[:, :T], beta[:, :T], self.A_log, self.dt_bias, self.gate_lower_bound)
+        out, rows = core_attn_out[:, :T], m.non_spec_state_indices_tensor
+        if not m.num_prefills:
+            if getattr(self, "kda_decode_backend", "") == "flashinfer":
+                return leave()
+            convolution = (weight, self.conv1d.bias, window)
+            gated_norm = (g2[:T], norm.weight, norm.eps, norm.activation)
+            arguments = (x, *convolution, *gates, state, of_each_sequence(rows, T), out, *gated_norm)
+            return compute_or_leave(decode, arguments, {}, leave)
+        if getattr(self, "kda_prefill_backend", "") == "flashinfer":
+            return leave()
+        N = m.non_spec_query_start_loc.shape[0] - 1
+        pool = (state, of_each_sequence(rows, N), of_each_sequence(m.has_initial_state, N))
+        rest = (*gates, *pool, m.non_spec_query_start_loc, out)
+        if not _takes(prefill, (x, *rest)):
+            return leave()
+        convolved = convolve(
+            x.transpose(0, 1),
+            weight,
+            self.conv1d.bias,
+            activation="silu",
+            conv_states=window,
+            has_initial_state=m.has_initial_state,
+            cache_indices=rows,
+            query_start_loc=m.non_spec_query_start_loc,
+            metadata=m,
+        )
+        prefill.compute(convolved.transpose(0, 1), *rest)
+        core_attn_out.copy_(norm(core_attn_out, g2))
+        return None
 
-    return fused_kda_decode
+    breakable = import_module("vllm.compilation.breakable_cudagraph")
+    broken: Callable[..., Any] = breakable.eager_break_during_capture(forward)
+    return broken
 
 
-def rows_of_weight(weight: Tensor) -> Tensor | None:
-    """The parameter ``[D, w]`` of the layer whose ``decode_conv1d_weight`` this is; None where no layer of vLLM's
-    forward context has it."""
-    layer: Any = _layers.get(id(weight))
-    if layer is None or layer.decode_conv1d_weight is not weight:
-        found = [x for x in _layers_of_this_pass() if getattr(x, "decode_conv1d_weight", None) is weight]
-        if not found:
-            return None
-        layer = _layers[id(weight)] = found[0]
-    rows: Tensor = layer.conv1d.weight.flatten(1)
-    return rows
-
-
-def _layers_of_this_pass() -> list[Any]:
-    context = import_module("vllm.forward_context")
-    if not context.is_forward_context_available():
-        return []
-    return list(context.get_forward_context().no_compile_layers.values())
+def _takes(handover: Handover, arguments: tuple[Any, ...]) -> bool:
+    """Would kdacore compute a call of these arguments outside a traced graph?"""
+    if not handover.is_active() or torch.compiler.is_compiling():
+        return False
+    return handover.verdict(arguments, {})[0]
 
 
 def with_arrays_of_layer(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,20 @@ from kdacore.integrations import vllm
 
 PUBLISHED: dict[str, Any] = json.loads(FACTS.read_text())["vllm"]
 BY_VLLM = "computed by vLLM"
+FORWARD_CONTEXT = "vllm.forward_context"
+SUPPORT = {
+    FORWARD_CONTEXT: "current = None\ndef get_forward_context():\n    assert current is not None\n    return current\n",
+    "vllm.compilation.breakable_cudagraph": (
+        "import functools\n"
+        "def eager_break_during_capture(fn):\n"
+        "    @functools.wraps(fn)\n"
+        "    def wrapper(*args, **kwargs):\n"
+        "        return fn(*args, **kwargs)\n"
+        "    return wrapper\n"
+    ),
+    "vllm.model_executor.layers.mamba.ops.causal_conv1d": "from fake_vllm import causal_conv1d_fn\n",
+}
+"""What hooks import of vLLM, by module."""
 
 
 def source(name: str, function: str) -> str:
@@ -34,14 +48,47 @@ def _definition(name: str, rows: list[list[str]]) -> str:
     return f"def {name}({', '.join(parameters)}):\n    return {BY_VLLM!r}\n"
 
 
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    activation: str,
+    metadata: Any,
+) -> torch.Tensor:
+    """vLLM's convolution with SiLU of packed sequences ``[D, T]``, whose windows ``[rows, D, L]`` it writes."""
+    assert activation == "silu" and metadata is not None
+    y, width = torch.zeros_like(x), weight.shape[1]
+    offsets = query_start_loc.tolist()
+    for n, (row, begun) in enumerate(zip(cache_indices.tolist(), has_initial_state.tolist(), strict=True)):
+        here = slice(offsets[n], offsets[n + 1])
+        if here.start == here.stop:
+            continue
+        window = conv_states[row, :, : width - 1] if begun else torch.zeros(x.shape[0], width - 1)
+        line = torch.cat([window, x[:, here]], dim=1)
+        y[:, here] = torch.nn.functional.silu(
+            torch.nn.functional.conv1d(line[None], weight[:, None], bias, groups=x.shape[0])[0]
+        )
+        conv_states[row, :, : width - 1] = line[:, line.shape[1] - width + 1 :]
+    return y
+
+
 def layers() -> dict[str, str]:
-    """The modules of layers: the functions that they import and that are replaced, and such methods."""
-    found = {}
-    for file, names in PUBLISHED["imports"].items():
+    """The modules of layers: the functions that they import or define and that are replaced, and such methods; and what
+    hooks import."""
+    found = dict(SUPPORT)
+    of_methods = [name.partition("::")[0] for name in PUBLISHED["attributes"]]
+    for file in dict.fromkeys([*PUBLISHED["imports"], *of_methods]):
+        names = PUBLISHED["imports"].get(file, {})
         text = "\n".join(source(*both) for both in names.items())
         for full, rows in PUBLISHED["functions"].items():
             where, _, method = full.partition("::")
-            if where == file and "." in method:
+            if where == file and "." not in method:
+                text += _definition(method, rows)
+            elif where == file:
                 owner, _, name = method.partition(".")
                 body = _definition(name, [["positional", "self", ""], *rows])
                 text += f"class {owner}:\n{textwrap.indent(body, '    ')}"

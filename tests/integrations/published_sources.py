@@ -19,6 +19,9 @@ FACTS = Path(__file__).with_name("published_signatures.json")
 _VLLM_KDA = "vllm/models/{}/nvidia/ops/third_party/kda/{}.py"
 _VLLM_FLA = "vllm/third_party/flash_linear_attention/ops/{}.py"
 _VLLM_QWEN = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
+_VLLM_KIMI = "vllm/model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py"
+_VLLM_K3 = "vllm/models/kimi_k3/nvidia/kda.py"
+_VLLM_CONVOLUTION = "vllm/model_executor/layers/mamba/ops/causal_conv1d.py"
 _SGLANG = "sglang/srt/layers/attention/linear"
 _METHODS = ("extend", "decode", "packed_decode", "target_verify")
 FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -29,7 +32,9 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "fused_recurrent_kda_packed_decode",
         ),
         _VLLM_KDA.format("glm5next", "kernels"): ("chunk_kda_with_fused_gate", "fused_recurrent_kda"),
-        "vllm/models/kimi_k3/nvidia/kda.py": ("_flashkda_prefill",),
+        _VLLM_K3: ("_flashkda_prefill", "KimiK3DeltaAttention._forward"),
+        _VLLM_KIMI: ("KimiGatedDeltaNetAttention._forward",),
+        _VLLM_CONVOLUTION: ("causal_conv1d_fn",),
         _VLLM_FLA.format("chunk"): ("chunk_gated_delta_rule",),
         _VLLM_FLA.format("fused_recurrent"): (
             "fused_recurrent_gated_delta_rule",
@@ -37,8 +42,9 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
         _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
-        "vllm/forward_context.py": ("get_forward_context", "is_forward_context_available"),
-        "vllm/_custom_ops.py": ("fused_kda_decode", "fused_gdn_decode_post_conv_mtp"),
+        "vllm/forward_context.py": ("get_forward_context",),
+        "vllm/compilation/breakable_cudagraph.py": ("eager_break_during_capture",),
+        "vllm/_custom_ops.py": ("fused_gdn_decode_post_conv_mtp",),
         _VLLM_FLA.format("kda"): ("chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     },
     "sglang": {
@@ -64,14 +70,15 @@ IMPORTS: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
         _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
-        "vllm/models/kimi_k3/nvidia/kda.py": ("KimiK3DeltaAttention._forward",),
+        _VLLM_K3: ("KimiK3DeltaAttention._forward",),
+        _VLLM_KIMI: ("KimiGatedDeltaNetAttention._forward",),
     },
 }
 """Methods whose layer's attributes the hooks read too."""
 CONSTANTS = {
     "vllm": {
         "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
-        "vllm/forward_context.py": ("ForwardContext.no_compile_layers",),
+        "vllm/forward_context.py": ("ForwardContext.attn_metadata",),
         "vllm/plugins/__init__.py": ("DEFAULT_PLUGINS_GROUP",),
     },
     "sglang": {
@@ -127,7 +134,7 @@ def _imported(tree: ast.Module, names: set[str]) -> dict[str, str]:
 def _attributes(definition: ast.FunctionDef) -> list[str]:
     """What a method reads of names that it does not own: ``self.conv1d.weight`` for example."""
     dotted = {ast.unparse(n) for n in ast.walk(definition) if isinstance(n, ast.Attribute)}
-    return sorted(n for n in dotted if re.fullmatch(r"(self|attn_metadata|ops)\.[\w.]+", n))
+    return sorted(n for n in dotted if re.fullmatch(r"(self|attn_metadata|m)\.[\w.]+", n))
 
 
 def _definition(tree: ast.Module, name: str) -> ast.FunctionDef:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_vllm
 import pytest
 import sglang_package
 import torch
@@ -85,13 +86,20 @@ SOURCE = "\n".join(
 )
 
 
+def classes_of(module: str) -> str:
+    """Classes whose methods are replaced there."""
+    methods = [name.split(".") for name in vllm.REPLACED[module] if "." in name]
+    return "".join(f"\nclass {owner}:\n    def {name}(self): ...\n" for owner, name in methods)
+
+
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Packages of the engines' names; what was imported of them is forgotten afterwards."""
-    for module in vllm.REPLACED:
+    sources = {module: SOURCE + classes_of(module) for module in vllm.REPLACED} | fake_vllm.SUPPORT
+    for module, text in sources.items():
         folder = tmp_path.joinpath(*module.split("."))
         folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text(SOURCE)
+        (folder / "__init__.py").write_text(text)
     sglang_package.make(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield

@@ -52,7 +52,6 @@ VLLM = {
     "ling_chunk_kda": "linear_attention/ops/kda.py::chunk_kda",
     "ling_fused_recurrent_kda": "linear_attention/ops/kda.py::fused_recurrent_kda",
     "ling_fused_recurrent_kda_fwd": "linear_attention/ops/kda.py::fused_recurrent_kda_fwd",
-    "fused_kda_decode": "_custom_ops.py::fused_kda_decode",
     "fused_gdn_decode_post_conv_mtp": "_custom_ops.py::fused_gdn_decode_post_conv_mtp",
     "fused_sigmoid_gating_delta_rule_update": "fused_sigmoid_gating_delta_rule_update",
 }
@@ -60,7 +59,11 @@ OTHER_DEFAULTS = ("glm_fused_recurrent_kda", "fused_gdn_decode_post_conv_mtp")
 """vLLM declares None as the default of an argument that it cannot do without, or writes a number as a power."""
 TAKE_ANY_KEYWORD = ("ling_chunk_kda", "ling_fused_recurrent_kda")
 """What these take by ``**kwargs`` has a name in ours, behind the others."""
-TRANSLATORS = {t.__name__: t for functions in vllm.REPLACED.values() for t in functions.values()}
+TRANSLATORS = {
+    t.__name__: t for functions in vllm.REPLACED.values() for several in functions.values() for t in several
+}
+OF_METHODS = {"gdn_decode_step", "kda_decode_step", "kda_prefill"}
+"""Translations of what hooks of methods gather, which are compared below."""
 
 
 @pytest.mark.parametrize("name", VLLM)
@@ -74,14 +77,14 @@ def test_vllm(name: str) -> None:
 
 
 def test_every_translation_for_vllm_is_compared() -> None:
-    assert set(TRANSLATORS) == {*VLLM, "gdn_decode_step"}  # whose method is compared below
+    assert set(TRANSLATORS) == {*VLLM, *OF_METHODS}
 
 
 @pytest.mark.parametrize("file", PUBLISHED["vllm"]["imports"])
 def test_vllm_looks_functions_up_where_they_are_replaced(file: str) -> None:
     module = file.removesuffix(".py").replace("/", ".")
     imported = {name: full.rpartition(".")[2] for name, full in PUBLISHED["vllm"]["imports"][file].items()}
-    functions = {name: t for name, t in vllm.REPLACED[module].items() if "." not in name}
+    functions = {name: t for name, (t, *_) in vllm.REPLACED[module].items() if "." not in name}
     assert {name: VLLM[t.__name__].rpartition("::")[2] for name, t in functions.items()} == imported
 
 
@@ -102,12 +105,36 @@ def test_vllm_has_the_arrays_of_layers_that_hooks_read() -> None:
             for name in ("A_log", "activation", "conv1d.bias", "conv1d.weight", "dt_bias", "kv_cache")
         ),
     }
-    kimi = read["vllm/models/kimi_k3/nvidia/kda.py::KimiK3DeltaAttention._forward"]
-    assert {"ops.fused_kda_decode", "self.decode_conv1d_weight", "self.conv1d.weight"} <= set(kimi)
-    context = "vllm/forward_context.py::"
-    assert PUBLISHED["vllm"]["functions"][f"{context}get_forward_context"] == []
-    assert PUBLISHED["vllm"]["functions"][f"{context}is_forward_context_available"] == []
-    assert f"{context}ForwardContext.no_compile_layers" in PUBLISHED["vllm"]["constants"]
+
+
+KIMI = [
+    ("vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention._forward"),
+    ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention._forward"),
+]
+READ_OF_KIMI = {
+    *(f"self.{name}" for name in ("A_log", "conv1d.bias", "conv1d.weight", "dt_bias", "gate_lower_bound")),
+    *(f"self.{name}" for name in ("kv_cache", "o_norm", "prefix")),
+    *(f"m.{name}" for name in ("has_initial_state", "non_spec_query_start_loc", "num_actual_tokens")),
+    *(f"m.{name}" for name in ("non_spec_state_indices_tensor", "num_prefills", "num_spec_decodes")),
+}
+
+
+@pytest.mark.parametrize(("module", "method"), KIMI)
+def test_vllm_has_what_the_steps_of_kimi_read(module: str, method: str) -> None:
+    assert method in vllm.REPLACED[module]
+    theirs = names_and_kinds(published("vllm", method))
+    names = ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")
+    assert theirs == [["positional", name] for name in names]
+    (read,) = [names for file, names in PUBLISHED["vllm"]["attributes"].items() if file.endswith(method)]
+    assert set(read) >= READ_OF_KIMI
+    if "K3" in method:
+        assert set(read) >= {"m.checkpoint", "self.kda_decode_backend", "self.kda_prefill_backend"}
+    convolution = {name for _, name, _ in published("vllm", "::causal_conv1d_fn")}
+    assert convolution >= {"activation", "conv_states", "has_initial_state", "cache_indices", "metadata"}
+    functions = PUBLISHED["vllm"]["functions"]
+    assert functions["vllm/forward_context.py::get_forward_context"] == []
+    assert len(functions["vllm/compilation/breakable_cudagraph.py::eager_break_during_capture"]) == 1
+    assert "vllm/forward_context.py::ForwardContext.attn_metadata" in PUBLISHED["vllm"]["constants"]
 
 
 @pytest.mark.parametrize("name", sglang.METHODS)

@@ -1,7 +1,6 @@
-"""vLLM's fused decode steps computed by kdacore, compared with convolution, recurrence and norm in float64.
+"""Steps of vLLM's layers computed by kdacore, compared with convolution, recurrence and norm in float64.
 
-Arrays lie as in vLLM: columns of projections, windows and states in pages of one cache, weights of the convolution
-twice, as the layer holds them for prefill and for decoding.
+Arrays lie as in vLLM: columns of projections, windows and states in pages of one cache.
 """
 
 from __future__ import annotations
@@ -16,25 +15,17 @@ import torch
 from fake_vllm import BY_VLLM, Counts, close, packages, paged_pool, recurrence
 
 import kdacore
-from kdacore.integrations import vllm, vllm_decode_arguments, vllm_layers
+from kdacore.integrations import vllm, vllm_decode_arguments
 
-OPS, CONTEXT = "vllm._custom_ops", "vllm.forward_context"
+OPS, CONTEXT = "vllm._custom_ops", fake_vllm.FORWARD_CONTEXT
 QWEN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 TAPS, K, BOUND, EPS = 4, 16, -5.0, 1e-5
 
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    names = ("fused_kda_decode", "fused_gdn_decode_post_conv_mtp")
-    sources = {
-        **fake_vllm.layers(),
-        OPS: "\n".join(fake_vllm.source(name, f"{OPS}.{name}") for name in names),
-        CONTEXT: (
-            "current = None\n"
-            "def is_forward_context_available():\n    return current is not None\n"
-            "def get_forward_context():\n    assert current is not None\n    return current\n"
-        ),
-    }
+    name = "fused_gdn_decode_post_conv_mtp"
+    sources = {**fake_vllm.layers(), OPS: fake_vllm.source(name, f"{OPS}.{name}")}
     with packages(tmp_path_factory.mktemp("decode"), sources) as found:
         yield found
 
@@ -47,9 +38,6 @@ class Layer(torch.nn.Module):
         torch.manual_seed(H + HV)
         self.H, self.HV, self.D, self.kda = H, HV, (2 * H + HV) * K, kda
         self.conv1d = torch.nn.Conv1d(self.D, self.D, TAPS, groups=self.D, bias=False)
-        if kda:
-            by_projection = self.conv1d.weight.detach().view(3, H * K, TAPS)
-            self.register_buffer("decode_conv1d_weight", by_projection.transpose(1, 2).contiguous())
         self.A_log = torch.nn.Parameter(torch.rand(HV))
         self.dt_bias = torch.nn.Parameter(torch.randn(HV * K if kda else HV))
         self.activation = "silu"
@@ -64,11 +52,12 @@ class Layer(torch.nn.Module):
         return torch.randn(tokens, self.D + 8)[:, : self.D]
 
     def decay(self, g: torch.Tensor) -> torch.Tensor:
-        """Log decays of raw gates ``[T, HV, K]`` (bounded) or ``[T, HV]``."""
+        """Log decays of raw gates ``[T, HV, K]``, bounded where the layer has a bound, or ``[T, HV]``."""
         g = g.double() + self.dt_bias.double().view(g.shape[1:])
-        rate = self.A_log.double().exp()
-        if self.kda:
-            return BOUND * (rate[:, None] * g).sigmoid()
+        rate = self.A_log.double().exp().view(-1, *[1] * (g.ndim - 2))
+        bound = getattr(self, "gate_lower_bound", None)
+        if bound is not None:
+            return bound * (rate * g).sigmoid()
         return -rate * torch.nn.functional.softplus(g)
 
     def convolved(self, x: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
@@ -92,109 +81,163 @@ def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, activatio
     )
 
 
-# --- Kimi K3 --------------------------------------------------------------------------------------------------------
+# --- Kimi-Linear and Kimi K3 ----------------------------------------------------------------------------------------
 
-ROWS = torch.tensor([3, 0, 1], dtype=torch.int32)
-
-
-def kimi(modules: dict[str, Any], *layers: Layer) -> None:
-    """Make these the layers of the forward pass."""
-    others = {"model.layers.0.mlp": object(), "model.layers.1.attn": SimpleNamespace()}
-    named = {f"model.layers.{i}.kda": layer for i, layer in enumerate(layers, 2)}
-    modules[CONTEXT].current = SimpleNamespace(no_compile_layers={**others, **named})
+METHOD = "KimiGatedDeltaNetAttention._forward", "KimiK3DeltaAttention._forward"
+KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+KIMI_K3 = "vllm.models.kimi_k3.nvidia.kda"
 
 
-def kimi_step(layer: Layer, **changed: Any) -> dict[str, Any]:
-    B, H = len(ROWS), layer.H
-    given = {
-        "x": layer.projected(B),
-        "weight": layer.decode_conv1d_weight,
-        "bias": None,
-        "conv_state": layer.conv_state,
-        "raw_g": torch.randn(1, B, H, K),
-        "raw_beta": torch.randn(B, H + 4)[:, :H].unsqueeze(0),
-        "A_log": layer.A_log,
-        "dt_bias": layer.dt_bias,
-        "state_indices": ROWS,
-        "state": layer.state,
-        "out": torch.full((1, B, H, K), 7.0),
-        "lower_bound": BOUND,
-        "output_gate": torch.randn(B, H * K + 4)[:, : H * K].unflatten(-1, (H, K)),
-        "norm_weight": torch.rand(K) + 0.5,
-        "norm_eps": EPS,
-    }
-    return {**given, **changed}
+class Norm(torch.nn.Module):
+    """vLLM's gated RMSNorm of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.activation = torch.nn.Parameter(torch.rand(K) + 0.5), EPS, "sigmoid"
+
+    def forward(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return gated_norm(x.double(), g, self.weight, self.activation).to(x)
 
 
-@pytest.mark.parametrize("heads", [12, 24, 48, 96])
-def test_kimi_k3(modules: dict[str, Any], heads: int) -> None:
-    layer, other, counts = Layer(heads, heads, True), Layer(2, 2, True), Counts("fused_kda_decode")
-    kimi(modules, other, layer)
-    step = kimi_step(layer)
-    window, state = layer.conv_state.clone(), layer.state.clone()
-    with torch.no_grad(), kdacore.record_selections() as ran:
-        o = modules[OPS].fused_kda_decode(**step)
-    assert [s.op for s in ran] == ["fused_decode_kda"] and (counts.served, counts.declined) == (1, 0)
-    assert o.data_ptr() == step["out"].data_ptr() and o.shape == (1, 3, heads, K)
-    for n, row in enumerate(ROWS.tolist()):
-        if row == 0:
-            assert not o[0, n].any()
-            continue
-        here = slice(n, n + 1)
-        x, gate, beta = step["x"][here], step["raw_g"][0, here], step["raw_beta"][0, here]
-        plain, after = layer.recurrence(layer.convolved(x, window[row].T), gate, beta, state[row])
-        close(o[0, here], gated_norm(plain, step["output_gate"][n], step["norm_weight"], "sigmoid"))
+class KimiStep:
+    """One step of a layer of one of Kimi's classes. Arrays are longer than the tokens of the step."""
+
+    def __init__(self, modules: dict[str, Any], k3: bool, heads: int, bounded: bool = True) -> None:
+        module, method = (KIMI_K3, METHOD[1]) if k3 else (KIMI_LINEAR, METHOD[0])
+        self.context = modules[CONTEXT]
+        owner = getattr(modules[module], method.partition(".")[0])
+        self.layer: Any = Layer(heads, heads, True, rows=8)
+        self.layer.__class__ = type("Kimi", (Layer, owner), {})
+        self.layer.prefix, self.layer.o_norm = "model.layers.2.kda", Norm()
+        self.layer.gate_lower_bound = BOUND if bounded else None
+        if k3:
+            self.layer.kda_decode_backend, self.layer.kda_prefill_backend = "fused", "flashkda"
+        self.heads = heads
+
+    def run(self, tokens: int, more: int = 2, **metadata: Any) -> Any:
+        """Calls the method as vLLM does. ``more``: rows of the arrays behind the tokens."""
+        T, H = tokens + more, self.heads
+        self.x, self.g1 = self.layer.projected(T), torch.randn(1, T, H, K)
+        self.g2 = torch.randn(T, H * K + 4)[:, : H * K].unflatten(-1, (H, K))
+        self.beta = torch.randn(T, H + 4)[:, :H].unsqueeze(0)
+        self.out = torch.full((1, T, H, K), 7.0)
+        self.metadata = SimpleNamespace(**{
+            "num_actual_tokens": tokens, "num_prefills": 0, "num_decodes": tokens, "num_spec_decodes": 0,
+            "checkpoint": None, "has_initial_state": None, "non_spec_query_start_loc": None, **metadata,
+        })  # fmt: skip
+        self.context.current = SimpleNamespace(attn_metadata={self.layer.prefix: self.metadata})
+        before = [pool.clone() for pool in self.layer.kv_cache]
+        self.window, self.state = before[0].transpose(1, 2), before[1]
+        with torch.no_grad():
+            return self.layer._forward(
+                mixed_qkv=self.x, g1=self.g1, g2=self.g2, beta=self.beta, core_attn_out=self.out
+            )
+
+    def check_sequence(self, here: slice, row: int, begun: bool = True) -> None:
+        """The results of a sequence's tokens against the float64 recurrence."""
+        layer = self.layer
+        x, gate, beta = self.x[here], self.g1[0, here], self.beta[0, here]
+        window = self.window[row, :, : TAPS - 1] if begun else torch.zeros(layer.D, TAPS - 1)
+        state = self.state[row] if begun else torch.zeros_like(self.state[row])
+        plain, after = layer.recurrence(layer.convolved(x, window.T), gate, beta, state)
+        close(self.out[0, here], gated_norm(plain, self.g2[here], layer.o_norm.weight, "sigmoid"))
         close(layer.state[row], after)
-        assert torch.equal(layer.conv_state[row], torch.cat([window[row, :, 1:], x.T], dim=1))
-    for pool, before in ((layer.state, state), (layer.conv_state, window)):
-        assert pool[0].isnan().all() and torch.equal(pool[[2, 4, 5]], before[[2, 4, 5]])
+        assert torch.equal(layer.conv_state[row], torch.cat([window, x.T], dim=1)[:, -(TAPS - 1) :])
+
+    def check_left_alone(self, rows: list[int]) -> None:
+        for pool, before in ((self.layer.state, self.state), (self.layer.conv_state, self.window)):
+            assert pool[0].isnan().all() and torch.equal(pool[rows], before[rows])
 
 
-def test_kimi_k3_without_an_output(modules: dict[str, Any]) -> None:
-    layer = Layer(12, 12, True)
-    kimi(modules, layer)
-    step = kimi_step(layer)
-    pools = [x.clone() for x in layer.kv_cache]
-    with torch.no_grad():
-        want = modules[OPS].fused_kda_decode(**step).clone()
-        for pool, before in zip(layer.kv_cache, pools, strict=True):
-            pool.copy_(before)
-        assert torch.equal(modules[OPS].fused_kda_decode(**{**step, "out": None}), want)
+ROWS = torch.tensor([3, 0, 1, 0, 0], dtype=torch.int32)
 
 
-def test_weights_that_are_loaded_again(modules: dict[str, Any]) -> None:
-    """The layer's parameter is read, as it is at the call, and no copy of it."""
-    layer = Layer(12, 12, True)
-    kimi(modules, layer)
-    rows = vllm_layers.rows_of_weight(layer.decode_conv1d_weight)
-    assert rows is not None and rows.shape == (layer.D, TAPS)
-    assert rows.data_ptr() == layer.conv1d.weight.data_ptr()
-    layer.conv1d.weight = torch.nn.Parameter(torch.zeros_like(layer.conv1d.weight))
-    modules[CONTEXT].current = None  # known by now
-    again = vllm_layers.rows_of_weight(layer.decode_conv1d_weight)
-    assert again is not None and not again.any()
+@pytest.mark.parametrize(("k3", "heads"), [(False, 2), (True, 6), (True, 24)])
+def test_a_decode_step_of_kimi(modules: dict[str, Any], k3: bool, heads: int) -> None:
+    """Convolution, recurrence and gated norm in one call, for any number of heads."""
+    step, counts = KimiStep(modules, k3, heads, bounded=k3), Counts("kda_decode_step")
+    with kdacore.record_selections() as ran:
+        assert step.run(3, non_spec_state_indices_tensor=ROWS) is None
+    assert [s.op for s in ran] == ["fused_decode_kda"] and (counts.served, counts.declined) == (1, 0)
+    for n, row in enumerate(ROWS[:3].tolist()):
+        if row:
+            step.check_sequence(slice(n, n + 1), row)
+        else:
+            assert not step.out[0, n].any()
+    assert (step.out[0, 3:] == 7.0).all()
+    step.check_left_alone([2, 4, 5, 6, 7])
 
 
-def test_a_weight_of_no_layer_is_declined(modules: dict[str, Any]) -> None:
-    layer, counts = Layer(12, 12, True), Counts("fused_kda_decode")
-    kimi(modules)
-    before = layer.state.clone()
-    assert modules[OPS].fused_kda_decode(**kimi_step(layer)) == BY_VLLM
-    modules[CONTEXT].current = None  # outside a forward pass
-    assert modules[OPS].fused_kda_decode(**kimi_step(layer)) == BY_VLLM
-    assert (counts.served, counts.declined) == (0, 2) and "weight" in counts.reason
-    assert torch.equal(layer.state[1:], before[1:])
-    kimi(modules, layer)  # what was declined for the weight alone is no verdict on others
-    with torch.no_grad():
-        modules[OPS].fused_kda_decode(**kimi_step(layer))
-    assert counts.served == 1
+@pytest.mark.parametrize("k3", [False, True])
+def test_a_step_of_kimi_with_prefills(modules: dict[str, Any], k3: bool) -> None:
+    """Two prefills, of which one goes on, a decode among them, and padding; states never leave vLLM's pool."""
+    step, counts = KimiStep(modules, k3, 2, bounded=k3), Counts("kda_prefill")
+    offsets, begun = (0, 1, 70, 79, 79), (True, False, True, False)
+    rows = torch.tensor([5, 2, 4, 0], dtype=torch.int32)
+    with kdacore.record_selections() as ran:
+        result = step.run(
+            79,
+            num_prefills=2,
+            num_decodes=1,
+            non_spec_query_start_loc=torch.tensor(offsets, dtype=torch.int32),
+            non_spec_state_indices_tensor=rows,
+            has_initial_state=torch.tensor(begun),
+        )
+    assert result is None and [s.op for s in ran] == ["chunk_kda"]
+    assert (counts.served, counts.declined) == (1, 0)
+    for n, row in enumerate(rows[:3].tolist()):
+        step.check_sequence(slice(offsets[n], offsets[n + 1]), row, begun[n])
+    step.check_left_alone([1, 3, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "k3"),
+    [
+        ({"num_spec_decodes": 1}, False),
+        ({"num_spec_decodes": 1}, True),
+        ({"checkpoint": object()}, True),
+        (None, False),
+    ],
+    ids=["drafts", "drafts of K3", "checkpoints", "no metadata"],
+)
+def test_other_steps_of_kimi_are_left_to_vllm(modules: dict[str, Any], metadata: Any, k3: bool) -> None:
+    step, counts = KimiStep(modules, k3, 2), Counts("kda_decode_step")
+    if metadata is None:
+        step.layer.prefix = "model.layers.9"
+        step.context.current = SimpleNamespace(attn_metadata=None)
+        assert step.layer._forward(*torch.zeros(5, 1)) == BY_VLLM
+    else:
+        assert step.run(3, non_spec_state_indices_tensor=ROWS, **metadata) == BY_VLLM
+        step.check_left_alone([1, 2, 3])
+    assert (counts.served, counts.declined) == (0, 0)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_flashinfer_that_was_asked_for_is_left(modules: dict[str, Any], phase: str) -> None:
+    step = KimiStep(modules, True, 2)
+    setattr(step.layer, f"kda_{phase}_backend", "flashinfer")
+    given = (
+        {"num_prefills": 1, "non_spec_query_start_loc": torch.tensor([0, 3])} if phase == "prefill" else {}
+    )
+    assert step.run(3, non_spec_state_indices_tensor=ROWS[:1], **given) == BY_VLLM
 
 
 def test_a_gate_of_the_norm_without_its_weight_is_declined(modules: dict[str, Any]) -> None:
-    layer, counts = Layer(12, 12, True), Counts("fused_kda_decode")
-    kimi(modules, layer)
-    assert modules[OPS].fused_kda_decode(**kimi_step(layer, norm_weight=None)) == BY_VLLM
+    step, counts = KimiStep(modules, False, 2), Counts("kda_decode_step")
+    step.layer.o_norm.weight = None
+    assert step.run(3, non_spec_state_indices_tensor=ROWS) == BY_VLLM
     assert counts.declined == 1 and "norm_weight" in counts.reason
+    step.check_left_alone([1, 2, 3])
+
+
+def test_a_prefill_that_is_declined_is_not_convolved(modules: dict[str, Any]) -> None:
+    step, counts = KimiStep(modules, False, 2), Counts("kda_prefill")
+    step.layer.A_log = torch.nn.Parameter(torch.rand(3))
+    given = {"non_spec_query_start_loc": torch.tensor([0, 3], dtype=torch.int32), "num_prefills": 1}
+    begun = torch.tensor([True])
+    assert step.run(3, has_initial_state=begun, non_spec_state_indices_tensor=ROWS[:1], **given) == BY_VLLM
+    assert counts.declined == 1 and "A_log" in counts.reason
+    step.check_left_alone([1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -317,7 +360,7 @@ def test_methods_are_put_back(modules: dict[str, Any]) -> None:
     vllm.deactivate()
     try:
         assert owner._forward_core_decode_non_spec is hooked.__wrapped__
-        assert modules[OPS].fused_kda_decode(*range(10)) == BY_VLLM
+        assert modules[OPS].fused_gdn_decode_post_conv_mtp(*range(12)) == BY_VLLM
     finally:
         vllm.activate()
     assert owner._forward_core_decode_non_spec.__wrapped__ is hooked.__wrapped__

@@ -21,6 +21,7 @@ OWN = {
     "FlashQLA": "#d4a017",
     "flash-qla": "#d4a017",
     "flashinfer-python": "#8c2f39",
+    "vLLM": "#e07a5f",
 }
 """By the contender's name, without its version."""
 OWN |= {name: OWN[f"kdacore {name}"] for name in ("cuda", "triton", "xla", "pallas", "reference")}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from kdacore import folding
 
 OK = 0
 BROKEN = 1
@@ -39,40 +40,19 @@ def console(file: Any = None) -> Console:
     return Console(file=file or sys.stdout, soft_wrap=True, highlight=False, markup=False)
 
 
-PLAIN_WIDTH = 100
-"""Columns of what people read where there is no terminal, whose own width counts."""
-
-
 def width_of(out: Console) -> int:
     """Columns that text for people may take."""
-    return out.width if out.is_terminal else PLAIN_WIDTH
+    return out.width if out.is_terminal else folding.PLAIN_WIDTH
 
 
 def hanging(start: str, text: str, out: Console) -> Text:
     """A line that begins with ``start``, its continuations indented as far as it is long, if that leaves them room."""
-    width = width_of(out)
-    indent = min(len(start), width // 3)
-    lines = textwrap.wrap(
-        text,
-        width,
-        initial_indent=start,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return Text("\n".join(lines) or start.rstrip())
+    return Text(folding.hanging(start, text, width_of(out)))
 
 
 def wrapped(text: str, out: Console) -> Text:
     """Lines of which those that are too long go on indented."""
-    lines = text.splitlines()
-    indents = [line[: len(line) - len(line.lstrip(" ->"))] for line in lines]
-    return Text("\n").join(
-        [
-            hanging(indent, line[len(indent) :], out) if len(line) > width_of(out) else Text(line)
-            for indent, line in zip(indents, lines, strict=True)
-        ]
-    )
+    return Text(folding.fold(text, width_of(out)))
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], out: Console, indent: int = 2) -> Text:

@@ -821,6 +821,14 @@ class Selection:
         raise KeyError(name)
 
     def __str__(self) -> str:
+        """:attr:`text` in lines of 100 columns."""
+        from kdacore.folding import fold  # here: few calls print a selection
+
+        return fold(self.text)
+
+    @property
+    def text(self) -> str:
+        """The call, every backend's answer, and the choice: each fact on one line."""
         r = self.request
         lines = [f"{r.op} on {r.device}, {r.kind} arrays, B={r.B} T={r.T} H={r.H} HV={r.HV} K={r.K} V={r.V}"]
         for c in self.candidates:

@@ -241,5 +241,5 @@ def selection_dict(selection: Selection) -> dict[str, Any]:
         "backend": selection.backend,
         "why": selection.why,
         "candidates": [dataclasses.asdict(c) for c in selection.candidates],
-        "text": str(selection),
+        "text": selection.text,
     }

@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(call_arguments.selection_dict(selection), indent=1))
     else:
         out = report.console()
-        out.print(report.wrapped(str(selection), out))
+        out.print(report.wrapped(selection.text, out))
     return report.OK if selection.backend else report.BROKEN

@@ -34,7 +34,8 @@ class RanksSelection(Selection):
     seconds_alone: float | None = None
     """Predicted, of the whole row on one device."""
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         e = self.exchange or Exchange(0, 0, 0, 0)
         parts = [f"{e.forward} forward"]
         if e.backward:
@@ -43,7 +44,7 @@ class RanksSelection(Selection):
             parts.append(f"{e.final_states} for final states")
         served = "composed of several calls" if self.composed else "by functions of its own"
         lines = [
-            Selection.__str__(self),
+            Selection(self.request, self.backend, self.why, self.candidates).text,
             f"ranks: {self.ranks}, each with T={self.request.T} of {self.ranks * self.request.T} tokens; "
             f"a slice is served {served if self.backend else 'by none'}",
             f"each rank receives {e.total} bytes in {e.collectives} collectives: {', '.join(parts)}; whatever T is",

@@ -385,5 +385,5 @@ def test_explain_says_where_costs_come_from(folder: Path) -> None:
     path = put(folder, table(arch="sm_90"))
     x = kdacore.ShapeDtype((1, 2048, 64, 128), "bfloat16", "cuda", "torch", "sm_90")
     beta = kdacore.ShapeDtype((1, 2048, 64), "bfloat16", "cuda", "torch", "sm_90")
-    said = str(kdacore.explain("chunk_kda", q=x, k=x, v=x, g=x, beta=beta))
+    said = kdacore.explain("chunk_kda", q=x, k=x, v=x, g=x, beta=beta).text
     assert f"     cost interpolated from calls with gate=bounded ({NAME}; {path})" in said.splitlines()

@@ -261,6 +261,8 @@ def test_explain_takes_specs_and_functions_and_prints_every_backend() -> None:
     assert "sm_90" in text and selection.op == "chunk_kda"
     for candidate in selection.candidates:
         assert candidate.supported or all(r.code and r.message for r in candidate.reasons)
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.replace("\n", " ").split() == selection.text.split()
 
 
 def test_explain_reports_a_forced_backend_that_cannot() -> None:

@@ -5,11 +5,15 @@ The code that does the work need not know of a bar: :func:`within` reports to th
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+LINE_AFTER = 30.0
+"""Seconds between lines where standard error is no terminal, which has no bar."""
 
 _shown: ContextVar[Bar | None] = ContextVar("kdacore_progress", default=None)
 
@@ -22,7 +26,8 @@ def within(fraction: float) -> None:
 
 
 class Bar:
-    """A bar of so many pieces of work. Use it in a ``with`` statement.
+    """A bar of so many pieces of work. Use it in a ``with`` statement. Where standard error is a file or a pipe, a line
+    says now and then how far the work is.
 
     Args:
         what: what is done; :meth:`begin` replaces it.
@@ -38,6 +43,7 @@ class Bar:
         self._what, self._total, self._done = what, total, done
         self._show, self._transient = show, transient
         self._counts, self._part = "", 0.0
+        self._begun = self._said = time.monotonic()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._token: Token[Bar | None] | None = None
@@ -99,3 +105,8 @@ class Bar:
             self._progress.update(
                 self._task, description=self._what, completed=self.completed, counts=self._counts
             )
+            now = time.monotonic()
+            if now - self._said >= LINE_AFTER and not self._progress.console.is_terminal:
+                self._said = now
+                said = f"{self._what}: {self._done} of {self._total} {self._counts}".rstrip()
+                self.print(f"{said}, {now - self._begun:.0f} s")

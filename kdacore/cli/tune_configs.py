@@ -58,9 +58,12 @@ def _missing(tuners: list[ConfigTuner]) -> str:
 
 
 def _list(arch: str, jobs: list[TuningJob]) -> None:
-    rows = [(job.name, _words(job.sizes), _words(job.config)) for job in jobs]
     out = report.console()
-    out.print(report.table(("rule", "measured at", f"shipped for {arch}"), rows, out))
+    out.print(f"rules, what each is measured at, and what is shipped for {arch}:")
+    for job in jobs:
+        out.print(report.hanging("  ", job.name, out))
+        out.print(report.hanging("      measured at ", _words(job.sizes), out))
+        out.print(report.hanging("      shipped     ", _words(job.config), out))
 
 
 def _tune(args: argparse.Namespace, tuner: ConfigTuner, jobs: list[TuningJob], device: Device) -> int:

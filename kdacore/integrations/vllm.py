@@ -23,7 +23,11 @@ from kdacore.integrations import vllm_gdn_arguments as gdn
 from kdacore.integrations import vllm_ling_arguments as ling
 from kdacore.integrations.handover import Handover, handed_over
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
-from kdacore.integrations.vllm_layers import with_arrays_of_layer, with_steps_of_kimi
+from kdacore.integrations.vllm_layers import (
+    with_arrays_of_layer,
+    with_prefills_of_qwen,
+    with_steps_of_kimi,
+)
 
 Translator = Callable[..., Call]
 _GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -50,6 +54,7 @@ REPLACED: dict[str, dict[str, tuple[Translator, ...]]] = {
             gdn.fused_recurrent_gated_delta_rule_packed_decode,
         ),
         "fused_sigmoid_gating_delta_rule_update": (gdn.fused_sigmoid_gating_delta_rule_update,),
+        "QwenGatedDeltaNetAttention._forward_core": (gdn.gdn_prefill,),
         "QwenGatedDeltaNetAttention._forward_core_decode_non_spec": (decode.gdn_decode_step,),
     },
     f"{_GDN_LAYERS}.olmo_gdn_linear_attn": {
@@ -70,6 +75,7 @@ up in."""
 
 _HOOKS: dict[tuple[Translator, ...], Callable[..., Callable[..., Any]]] = {
     _STEPS_OF_KIMI: with_steps_of_kimi,
+    (gdn.gdn_prefill,): with_prefills_of_qwen,
     (decode.gdn_decode_step,): with_arrays_of_layer,
 }
 """What replaces a function, where that is not :func:`handed_over`; made of the handover of each translation."""

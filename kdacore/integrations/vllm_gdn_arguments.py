@@ -57,6 +57,47 @@ def chunk_gated_delta_rule(
     return Call("chunk_gated_delta_rule", arguments)
 
 
+def gdn_prefill(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+) -> Call:
+    """A step of Qwen's layers with prefills alone, behind the convolution, in place in the pool.
+
+    ``x`` ``[T, 2*H*K + HV*V]`` convolved; ``a`` and ``b`` ``[T, HV]`` raw; ``out`` ``[T, HV, V]``. Sequences whose
+    ``has_initial_state`` is False start from zeros, whatever their row holds. Returns None.
+    """
+    q, k, v = (part.transpose(0, 1) for part in packed_heads(x, *state.shape[1:]))
+    arguments = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": a.unsqueeze(0),
+        "beta": b.unsqueeze(0),
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "initial_state": state,
+        "state_indices": state_indices,
+        "has_initial_state": has_initial_state,
+        "null_index": NULL_BLOCK,
+        "state_v_first": True,
+        "inplace_state": True,
+        "cu_seqlens": cu_seqlens,
+        "out": out.unsqueeze(0),
+    }
+    return Call("chunk_gated_delta_rule", arguments, lambda result: None)
+
+
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

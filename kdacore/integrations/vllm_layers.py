@@ -26,7 +26,7 @@ def with_steps_of_kimi(
     FlashInfer, are vLLM's, whose functions may be hooked in turn.
     """
     metadata_of = import_module("vllm.forward_context").get_forward_context
-    convolve = import_module("vllm.model_executor.layers.mamba.ops.causal_conv1d").causal_conv1d_fn
+    convolve = _convolution()
 
     @functools.wraps(original)
     def forward(
@@ -35,15 +35,12 @@ def with_steps_of_kimi(
         def leave() -> Any:
             return original(self, mixed_qkv, g1, g2, beta, core_attn_out)
 
-        steps = metadata_of().attn_metadata
-        m = steps.get(self.prefix) if isinstance(steps, dict) else None
+        m = _of_layer(self, metadata_of())
         if m is None or m.num_spec_decodes or getattr(m, "checkpoint", None) is not None:
             return leave()
         T = m.num_actual_tokens
         x, norm = mixed_qkv[:T], self.o_norm
-        window, state = self.kv_cache[:2]
-        if window.shape[1] != x.shape[1]:  # [rows, L, D], vLLM's default
-            window = window.transpose(1, 2)
+        window, state = _pools(self, x.shape[1])
         weight = self.conv1d.weight.flatten(1)
         gates = (g1[:, :T], beta[:, :T], self.A_log, self.dt_bias, self.gate_lower_bound)
         out, rows = core_attn_out[:, :T], m.non_spec_state_indices_tensor
@@ -61,18 +58,8 @@ def with_steps_of_kimi(
         rest = (*gates, *pool, m.non_spec_query_start_loc, out)
         if not _takes(prefill, (x, *rest)):
             return leave()
-        convolved = convolve(
-            x.transpose(0, 1),
-            weight,
-            self.conv1d.bias,
-            activation="silu",
-            conv_states=window,
-            has_initial_state=m.has_initial_state,
-            cache_indices=rows,
-            query_start_loc=m.non_spec_query_start_loc,
-            metadata=m,
-        )
-        prefill.compute(convolved.transpose(0, 1), *rest)
+        convolved = convolve(x, weight, self.conv1d.bias, "silu", window, m)
+        prefill.compute(convolved, *rest)
         core_attn_out.copy_(norm(core_attn_out, g2))
         return None
 
@@ -88,6 +75,76 @@ def _takes(handover: Handover, arguments: tuple[Any, ...]) -> bool:
     return handover.verdict(arguments, {})[0]
 
 
+def with_prefills_of_qwen(prefill: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_forward_core`` of Qwen's layers: a step of prefills alone, behind vLLM's convolution.
+
+    The gate, beta and the norms of q and k are computed inside, and states stay in vLLM's pool. Other steps, and layers
+    whose prefill backend is not vLLM's Triton kernels, are vLLM's, whose functions may be hooked in turn.
+    """
+    metadata_of = import_module("vllm.forward_context").get_forward_context
+    convolve = _convolution()
+
+    @functools.wraps(original)
+    def forward(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
+        m = _of_layer(self, metadata_of())
+        mixed = m is None or m.num_spec_decodes or m.num_decodes or not m.num_prefills
+        if mixed or m.checkpoint is not None or self.gdn_prefill_backend != "triton":
+            return original(self, mixed_qkv, b, a, core_attn_out)
+        T, N = m.num_actual_tokens, m.prefill_query_start_loc.shape[0] - 1
+        x = mixed_qkv[:T]
+        window, state = _pools(self, x.shape[1])
+        gates = (a[:T], b[:T], self.A_log, self.dt_bias)
+        rows = (
+            of_each_sequence(m.prefill_state_indices, N),
+            of_each_sequence(m.prefill_has_initial_state, N),
+        )
+        rest = (*gates, state, *rows, m.prefill_query_start_loc, core_attn_out[:T])
+        if not _takes(prefill, (x, *rest)):
+            return original(self, mixed_qkv, b, a, core_attn_out)
+        weight = self.conv1d.weight.flatten(1)
+        convolved = convolve(x, weight, self.conv1d.bias, self.activation, window, m)
+        return prefill.compute(convolved, *rest)
+
+    return forward
+
+
+def _of_layer(layer: Any, context: Any) -> Any:
+    """The metadata of a layer's step; None where it has none, as in runs that measure memory."""
+    steps = context.attn_metadata
+    return steps.get(layer.prefix) if isinstance(steps, dict) else None
+
+
+def _pools(layer: Any, D: int) -> tuple[Tensor, Tensor]:
+    """Windows of the convolution ``[rows, D, L]`` and states of a layer's cache."""
+    window, state = layer.kv_cache[:2]
+    return (
+        window if window.shape[1] == D else window.transpose(1, 2)
+    ), state  # [rows, L, D] is vLLM's default
+
+
+def _convolution() -> Callable[..., Tensor]:
+    """vLLM's convolution of packed prefills ``[T, D]``, which moves the windows."""
+    function = import_module("vllm.model_executor.layers.mamba.ops.causal_conv1d").causal_conv1d_fn
+
+    def convolve(
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, window: Tensor, m: Any
+    ) -> Tensor:
+        y: Tensor = function(
+            x.transpose(0, 1),
+            weight,
+            bias,
+            activation=activation,
+            conv_states=window,
+            has_initial_state=m.has_initial_state,
+            cache_indices=m.non_spec_state_indices_tensor,
+            query_start_loc=m.non_spec_query_start_loc,
+            metadata=m,
+        )
+        return y.transpose(0, 1)
+
+    return convolve
+
+
 def with_arrays_of_layer(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of Qwen's layer that convolves the packed projections and decodes."""
 
@@ -95,10 +152,8 @@ def with_arrays_of_layer(handover: Handover, original: Callable[..., Any]) -> Ca
     def decode(
         self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, attn_metadata: Any
     ) -> Any:
-        N, D = attn_metadata.num_actual_tokens, mixed_qkv.shape[1]
-        conv_state, state = self.kv_cache[:2]
-        if conv_state.shape[1] != D:  # [rows, L, D], vLLM's default
-            conv_state = conv_state.transpose(1, 2)
+        N = attn_metadata.num_actual_tokens
+        conv_state, state = _pools(self, mixed_qkv.shape[1])
         arguments = (
             of_each_sequence(mixed_qkv, N),
             of_each_sequence(b, N),

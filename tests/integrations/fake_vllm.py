@@ -84,6 +84,7 @@ def layers() -> dict[str, str]:
     for file in dict.fromkeys([*PUBLISHED["imports"], *of_methods]):
         names = PUBLISHED["imports"].get(file, {})
         text = "\n".join(source(*both) for both in names.items())
+        classes: dict[str, str] = {}
         for full, rows in PUBLISHED["functions"].items():
             where, _, method = full.partition("::")
             if where == file and "." not in method:
@@ -91,7 +92,8 @@ def layers() -> dict[str, str]:
             elif where == file:
                 owner, _, name = method.partition(".")
                 body = _definition(name, [["positional", "self", ""], *rows])
-                text += f"class {owner}:\n{textwrap.indent(body, '    ')}"
+                classes[owner] = classes.get(owner, "") + textwrap.indent(body, "    ")
+        text += "".join(f"class {owner}:\n{body}" for owner, body in classes.items())
         found[file.removesuffix(".py").replace("/", ".")] = text
     return found
 

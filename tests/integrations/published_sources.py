@@ -41,7 +41,10 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "fused_recurrent_gated_delta_rule_packed_decode",
         ),
         _VLLM_FLA.format("fused_sigmoid_gating"): ("fused_sigmoid_gating_delta_rule_update",),
-        _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        _VLLM_QWEN: (
+            "QwenGatedDeltaNetAttention._forward_core",
+            "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
+        ),
         "vllm/forward_context.py": ("get_forward_context",),
         "vllm/compilation/breakable_cudagraph.py": ("eager_break_during_capture",),
         "vllm/_custom_ops.py": ("fused_gdn_decode_post_conv_mtp",),
@@ -69,7 +72,10 @@ IMPORTS: dict[str, tuple[str, ...]] = {
 """Files that look functions up among their own names, having imported them from the engine's copy of FLA."""
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
-        _VLLM_QWEN: ("QwenGatedDeltaNetAttention._forward_core_decode_non_spec",),
+        _VLLM_QWEN: (
+            "QwenGatedDeltaNetAttention._forward_core",
+            "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
+        ),
         _VLLM_K3: ("KimiK3DeltaAttention._forward",),
         _VLLM_KIMI: ("KimiGatedDeltaNetAttention._forward",),
     },

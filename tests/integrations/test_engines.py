@@ -89,7 +89,8 @@ SOURCE = "\n".join(
 def classes_of(module: str) -> str:
     """Classes whose methods are replaced there."""
     methods = [name.split(".") for name in vllm.REPLACED[module] if "." in name]
-    return "".join(f"\nclass {owner}:\n    def {name}(self): ...\n" for owner, name in methods)
+    body = "".join(f"    def {name}(self): ...\n" for _, name in methods)
+    return f"\nclass {methods[0][0]}:\n{body}" if methods else ""
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ TAKE_ANY_KEYWORD = ("ling_chunk_kda", "ling_fused_recurrent_kda")
 TRANSLATORS = {
     t.__name__: t for functions in vllm.REPLACED.values() for several in functions.values() for t in several
 }
-OF_METHODS = {"gdn_decode_step", "kda_decode_step", "kda_prefill"}
+OF_METHODS = {"gdn_decode_step", "gdn_prefill", "kda_decode_step", "kda_prefill"}
 """Translations of what hooks of methods gather, which are compared below."""
 
 
@@ -104,6 +104,22 @@ def test_vllm_has_the_arrays_of_layers_that_hooks_read() -> None:
             f"self.{name}"
             for name in ("A_log", "activation", "conv1d.bias", "conv1d.weight", "dt_bias", "kv_cache")
         ),
+    }
+
+
+def test_vllm_has_what_the_prefills_of_qwen_read() -> None:
+    method = "QwenGatedDeltaNetAttention._forward_core"
+    theirs = names_and_kinds(published("vllm", f"::{method}"))
+    assert theirs == [["positional", name] for name in ("mixed_qkv", "b", "a", "core_attn_out")]
+    (read,) = [names for file, names in PUBLISHED["vllm"]["attributes"].items() if file.endswith(method)]
+    assert set(read) >= {
+        *(f"self.{name}" for name in ("A_log", "activation", "conv1d.bias", "conv1d.weight", "dt_bias")),
+        *(f"self.{name}" for name in ("kv_cache", "prefix")),
+        *(f"attn_metadata.{name}" for name in ("checkpoint", "num_actual_tokens", "num_decodes")),
+        *(f"attn_metadata.{name}" for name in ("num_prefills", "num_spec_decodes", "has_initial_state")),
+        *(f"attn_metadata.prefill_{name}" for name in ("has_initial_state", "query_start_loc")),
+        *(f"attn_metadata.{name}" for name in ("prefill_state_indices", "non_spec_query_start_loc")),
+        "attn_metadata.non_spec_state_indices_tensor",
     }
 
 

@@ -113,7 +113,7 @@ class Registry:
         """What the name of a backend that is not there may have meant, for the end of a message."""
         if type(name) is str and name in _FLA_NAMES:
             return "; kdacore.compat.fla has flash-linear-attention's functions, kdacore.integrations.fla its layers"
-        return f"{did_you_mean(name, self._backends)}; a plugin is found once its package is installed"
+        return f"; a plugin is found once its package is installed{did_you_mean(name, self._backends)}"
 
     def hooks(self) -> Any:
         """pluggy's hook callers."""

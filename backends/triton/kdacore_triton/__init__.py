@@ -23,9 +23,6 @@ VERSION = "0.1.0"
 VERIFIED = frozenset({"sm_90"})
 """Architectures the GPU tests have run on; for the others the kernels compile."""
 
-_NOWHERE: frozenset[str] = frozenset()
-"""Of ops whose GPU tests have not run yet."""
-
 DECODE_FEATURES = frozenset(
     {"conv", "conv_bias", "conv_indices", "conv_windows", "output_gate", "output_norm"}
 )
@@ -57,14 +54,13 @@ def _op(
     fast_path: Callable[..., Any] | None = None,
     slices: Callable[..., Any] | None = None,
     form: Callable[..., Any] | None = None,
-    verified: frozenset[str] = VERIFIED,
 ) -> OpImpl:
     return OpImpl(
         forward=forward,
         backward=backward,
         serves=serves,
         verifiers=(_verify.hardware, _verify.dtypes, _verify.size, *more),
-        verified_archs=verified,
+        verified_archs=VERIFIED,
         batch_invariant=True,
         fast_path=fast_path,
         slices=slices,
@@ -102,7 +98,6 @@ def make_backend() -> Backend:
         _verify.norm_dims,
         serves=(decoding - {"initial_state"}) | DECODE_FEATURES,
         fast_path=_lazy("decode", "fast_path"),
-        verified=_NOWHERE,
     )
     return Backend(
         name="triton",
@@ -119,7 +114,6 @@ def make_backend() -> Backend:
                 _lazy("commit", "commit_records"),
                 *whole,
                 serves=COMMIT_FEATURES,
-                verified=_NOWHERE,
             ),
             "kda_gate": _op(
                 _lazy("gate", "forward"), serves=GATE_FEATURES, backward=_lazy("gate", "backward")

@@ -32,6 +32,7 @@ from kdacore.integrations.vllm_layers import (
 Translator = Callable[..., Call]
 _GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
 _STEPS_OF_KIMI = decode.kda_decode_step, kda.kda_prefill
+_PREFILLS_OF_QWEN = gdn.gdn_decodes_beside_prefills, gdn.gdn_prefill
 
 REPLACED: dict[str, dict[str, tuple[Translator, ...]]] = {
     "vllm.models.kimi_k3.nvidia.kda": {
@@ -54,7 +55,7 @@ REPLACED: dict[str, dict[str, tuple[Translator, ...]]] = {
             gdn.fused_recurrent_gated_delta_rule_packed_decode,
         ),
         "fused_sigmoid_gating_delta_rule_update": (gdn.fused_sigmoid_gating_delta_rule_update,),
-        "QwenGatedDeltaNetAttention._forward_core": (gdn.gdn_prefill,),
+        "QwenGatedDeltaNetAttention._forward_core": _PREFILLS_OF_QWEN,
         "QwenGatedDeltaNetAttention._forward_core_decode_non_spec": (decode.gdn_decode_step,),
     },
     f"{_GDN_LAYERS}.olmo_gdn_linear_attn": {
@@ -75,7 +76,7 @@ up in."""
 
 _HOOKS: dict[tuple[Translator, ...], Callable[..., Callable[..., Any]]] = {
     _STEPS_OF_KIMI: with_steps_of_kimi,
-    (gdn.gdn_prefill,): with_prefills_of_qwen,
+    _PREFILLS_OF_QWEN: with_prefills_of_qwen,
     (decode.gdn_decode_step,): with_arrays_of_layer,
 }
 """What replaces a function, where that is not :func:`handed_over`; made of the handover of each translation."""

@@ -57,6 +57,42 @@ def chunk_gated_delta_rule(
     return Call("chunk_gated_delta_rule", arguments)
 
 
+def gdn_decodes_beside_prefills(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    state_indices: Tensor,
+    out: Tensor,
+) -> Call:
+    """The decodes of a step of Qwen's layers with prefills, behind the convolution, in place in the pool.
+
+    ``x`` ``[B, 2*H*K + HV*V]`` convolved; ``a`` and ``b`` ``[B, HV]`` raw; ``out`` ``[B, HV, V]``. Returns None.
+    """
+    q, k, v = packed_heads(x, *state.shape[1:])
+    arguments = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": a.unsqueeze(1),
+        "beta": b.unsqueeze(1),
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "initial_state": state,
+        "state_indices": state_indices,
+        "null_index": NULL_BLOCK,
+        "state_v_first": True,
+        "inplace_state": True,
+        "out": out.unsqueeze(1),
+    }
+    return Call("fused_recurrent_gated_delta_rule", arguments, lambda result: None)
+
+
 def gdn_prefill(
     x: Tensor,
     a: Tensor,
@@ -69,7 +105,7 @@ def gdn_prefill(
     cu_seqlens: Tensor,
     out: Tensor,
 ) -> Call:
-    """A step of Qwen's layers with prefills alone, behind the convolution, in place in the pool.
+    """The prefills of a step of Qwen's layers, behind the convolution, in place in the pool.
 
     ``x`` ``[T, 2*H*K + HV*V]`` convolved; ``a`` and ``b`` ``[T, HV]`` raw; ``out`` ``[T, HV, V]``. Sequences whose
     ``has_initial_state`` is False start from zeros, whatever their row holds. Returns None.

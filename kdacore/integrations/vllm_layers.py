@@ -75,11 +75,14 @@ def _takes(handover: Handover, arguments: tuple[Any, ...]) -> bool:
     return handover.verdict(arguments, {})[0]
 
 
-def with_prefills_of_qwen(prefill: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``_forward_core`` of Qwen's layers: a step of prefills alone, behind vLLM's convolution.
+def with_prefills_of_qwen(
+    decode: Handover, prefill: Handover, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``_forward_core`` of Qwen's layers: a step with prefills, behind vLLM's convolution of all its tokens.
 
-    The gate, beta and the norms of q and k are computed inside, and states stay in vLLM's pool. Other steps, and layers
-    whose prefill backend is not vLLM's Triton kernels, are vLLM's, whose functions may be hooked in turn.
+    Decodes, which come first, and prefills are one call each. The gate, beta and the norms of q and k are computed
+    inside, states stay in vLLM's pool, and both calls write their part of the output. Other steps, and layers whose
+    prefill backend is not vLLM's Triton kernels, are vLLM's, whose functions may be hooked in turn.
     """
     metadata_of = import_module("vllm.forward_context").get_forward_context
     convolve = _convolution()
@@ -87,23 +90,27 @@ def with_prefills_of_qwen(prefill: Handover, original: Callable[..., Any]) -> Ca
     @functools.wraps(original)
     def forward(self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
         m = _of_layer(self, metadata_of())
-        mixed = m is None or m.num_spec_decodes or m.num_decodes or not m.num_prefills
-        if mixed or m.checkpoint is not None or self.gdn_prefill_backend != "triton":
+        if m is None or m.num_spec_decodes or not m.num_prefills or m.checkpoint is not None:
             return original(self, mixed_qkv, b, a, core_attn_out)
-        T, N = m.num_actual_tokens, m.prefill_query_start_loc.shape[0] - 1
+        if self.gdn_prefill_backend != "triton":
+            return original(self, mixed_qkv, b, a, core_attn_out)
+        T, D, N = m.num_actual_tokens, m.num_decodes, m.prefill_query_start_loc.shape[0] - 1
         x = mixed_qkv[:T]
         window, state = _pools(self, x.shape[1])
-        gates = (a[:T], b[:T], self.A_log, self.dt_bias)
+        weights = (self.A_log, self.dt_bias, state)
         rows = (
             of_each_sequence(m.prefill_state_indices, N),
             of_each_sequence(m.prefill_has_initial_state, N),
         )
-        rest = (*gates, state, *rows, m.prefill_query_start_loc, core_attn_out[:T])
-        if not _takes(prefill, (x, *rest)):
+        first = (a[:D], b[:D], *weights, m.non_spec_state_indices_tensor[:D], core_attn_out[:D])
+        rest = (a[D:T], b[D:T], *weights, *rows, m.prefill_query_start_loc, core_attn_out[D:T])
+        if not (_takes(prefill, (x[D:], *rest)) and (D == 0 or _takes(decode, (x[:D], *first)))):
             return original(self, mixed_qkv, b, a, core_attn_out)
         weight = self.conv1d.weight.flatten(1)
         convolved = convolve(x, weight, self.conv1d.bias, self.activation, window, m)
-        return prefill.compute(convolved, *rest)
+        if D:
+            decode.compute(convolved[:D], *first)
+        return prefill.compute(convolved[D:], *rest)
 
     return forward
 

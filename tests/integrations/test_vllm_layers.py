@@ -320,53 +320,64 @@ def test_qwen_with_another_activation_is_declined(modules: dict[str, Any]) -> No
     assert torch.equal(layer.state[1:], before[1:])
 
 
-def qwen_prefill(modules: dict[str, Any], layer: Any, backend: str = "triton", **metadata: Any) -> Any:
-    """A step of the layer with prefills of 69 and 9 tokens, of which the second goes on; the arrays and the result."""
+def qwen_prefill(
+    modules: dict[str, Any], layer: Any, decodes: int = 0, backend: str = "triton", **metadata: Any
+) -> Any:
+    """A step of the layer with decodes of rows 5 and 3 and prefills of 69 and 9 tokens, of which the second goes on;
+    the arrays and the result."""
     layer.__class__ = type("Qwen", (Layer, modules[QWEN].QwenGatedDeltaNetAttention), {})
     layer.prefix, layer.gdn_prefill_backend = "model.layers.2.gdn", backend
-    rows = torch.tensor([2, 4, 0], dtype=torch.int32)
-    offsets = torch.tensor([0, 69, 78, 78], dtype=torch.int32)
-    begun = torch.tensor([False, True, False])
+    rows = torch.tensor([*(5, 3)[:decodes], 2, 4, 0], dtype=torch.int32)
+    lengths = torch.tensor([0, 69, 9, 0], dtype=torch.int32)
+    ours, begun = lengths.cumsum(0, dtype=torch.int32), torch.tensor([False, True, False])
+    offsets = torch.cat([torch.arange(decodes, dtype=torch.int32), ours + decodes])
     m = SimpleNamespace(**{
-        "num_actual_tokens": 78, "num_prefills": 2, "num_decodes": 0, "num_spec_decodes": 0, "checkpoint": None,
-        "has_initial_state": begun, "non_spec_query_start_loc": offsets, "non_spec_state_indices_tensor": rows,
-        "prefill_has_initial_state": begun, "prefill_query_start_loc": offsets, "prefill_state_indices": rows,
-        **metadata,
+        "num_actual_tokens": 78 + decodes, "num_prefills": 2, "num_decodes": decodes, "num_spec_decodes": 0,
+        "has_initial_state": torch.cat([torch.ones(decodes, dtype=torch.bool), begun]), "checkpoint": None,
+        "non_spec_query_start_loc": offsets, "non_spec_state_indices_tensor": rows,
+        "prefill_has_initial_state": begun, "prefill_query_start_loc": ours,
+        "prefill_state_indices": rows[decodes:], **metadata,
     })  # fmt: skip
     modules[CONTEXT].current = SimpleNamespace(attn_metadata={layer.prefix: m})
+    T = 80 + decodes
     given = {
-        "mixed_qkv": layer.projected(80),
-        "b": torch.randn(80, layer.HV),
-        "a": torch.randn(80, layer.HV),
-        "core_attn_out": torch.full((80, layer.HV, K), 7.0),
+        "mixed_qkv": layer.projected(T),
+        "b": torch.randn(T, layer.HV),
+        "a": torch.randn(T, layer.HV),
+        "core_attn_out": torch.full((T, layer.HV, K), 7.0),
     }
     with torch.no_grad():
         return given, layer._forward_core(**given)
 
 
-def test_qwen_with_prefills_alone(modules: dict[str, Any]) -> None:
-    """Gate, beta and norms are computed in the call; states never leave vLLM's pool."""
-    layer, counts = Layer(2, 4, False), Counts("gdn_prefill")
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_qwen_with_prefills(modules: dict[str, Any], decodes: int) -> None:
+    """Gate, beta and norms are computed in the calls; states never leave vLLM's pool."""
+    layer, both = Layer(2, 4, False), [Counts("gdn_decodes_beside_prefills"), Counts("gdn_prefill")]
     window, state = layer.conv_state.clone(), layer.state.clone()
     with kdacore.record_selections() as ran:
-        step, result = qwen_prefill(modules, layer)
-    assert result is None and [s.op for s in ran] == ["chunk_gated_delta_rule"]
-    assert (counts.served, counts.declined) == (1, 0)
-    for here, row, begun in ((slice(0, 69), 2, False), (slice(69, 78), 4, True)):
+        step, result = qwen_prefill(modules, layer, decodes)
+    first = ["fused_recurrent_gated_delta_rule"] if decodes else []
+    assert result is None and [s.op for s in ran] == [*first, "chunk_gated_delta_rule"]
+    assert [(c.served, c.declined) for c in both] == [(len(first), 0), (1, 0)]
+    sequences = [(slice(n, n + 1), row, True) for n, row in enumerate((5, 3)[:decodes])]
+    sequences += [(slice(decodes, decodes + 69), 2, False), (slice(decodes + 69, decodes + 78), 4, True)]
+    for here, row, begun in sequences:
         before = window[row].T if begun else torch.zeros(TAPS - 1, layer.D)
         x, start = step["mixed_qkv"][here], state[row] if begun else torch.zeros_like(state[row])
         want, after = layer.recurrence(layer.convolved(x, before), step["a"][here], step["b"][here], start)
         close(step["core_attn_out"][here], want)
         close(layer.state[row], after)
-        assert torch.equal(layer.conv_state[row], x[-(TAPS - 1) :].T)
-    assert (step["core_attn_out"][78:] == 7.0).all() and layer.state[0].isnan().all()
-    assert torch.equal(layer.state[[1, 3, 5]], state[[1, 3, 5]])
+        assert torch.equal(layer.conv_state[row], torch.cat([before, x])[-(TAPS - 1) :].T)
+    assert (step["core_attn_out"][decodes + 78 :] == 7.0).all() and layer.state[0].isnan().all()
+    left = [1] if decodes else [1, 3, 5]
+    assert torch.equal(layer.state[left], state[left])
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"num_decodes": 1}, {"num_spec_decodes": 1}, {"checkpoint": object()}, {"backend": "flashinfer"}],
-    ids=["decodes too", "drafts", "checkpoints", "FlashInfer"],
+    [{"num_prefills": 0}, {"num_spec_decodes": 1}, {"checkpoint": object()}, {"backend": "flashinfer"}],
+    ids=["no prefills", "drafts", "checkpoints", "FlashInfer"],
 )
 def test_other_prefills_of_qwen_are_left_to_vllm(modules: dict[str, Any], changed: dict[str, Any]) -> None:
     layer, counts = Layer(2, 4, False), Counts("gdn_prefill")

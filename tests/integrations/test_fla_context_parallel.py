@@ -4,6 +4,7 @@ threads or processes over gloo; and what of them is left to it."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -47,6 +48,42 @@ def test_threads(integration: Any, function: str) -> None:
         fla_cp_calls.check(function, lengths, shares)
     (after,) = [h for h in integration.status() if h.function == function]
     assert (after.served, after.declined) == (before.served + 2 * len(fla_cp_calls.LENGTHS), before.declined)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("size", "lengths"), [(2, (75, 100, 85)), (4, (260,))])
+def test_16_bit_rows_are_as_the_whole_row(
+    integration: Any, cp: Any, dtype: torch.dtype, size: int, lengths: tuple[int, ...]
+) -> None:
+    """Of ``chunk_kda``, keys and queries normalised before it; far within what FLA's own tests allow (8e-3)."""
+    function = importlib.import_module("fla.ops.kda").chunk_kda
+    torch.manual_seed(sum(lengths) + size)
+    tokens = sum(lengths)
+    row = {name: torch.randn(1, tokens, 2, 32).to(dtype) for name in ("q", "k", "v", "do")}
+    row["g"] = torch.nn.functional.logsigmoid(torch.randn(1, tokens, 2, 32))
+    row["beta"] = torch.randn(1, tokens, 2).to(dtype).sigmoid()
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+
+    def run(part: slice, **given: Any) -> dict[str, torch.Tensor]:
+        x = {name: a[:, part].clone().requires_grad_(name != "do") for name, a in row.items()}
+        do = x.pop("do")
+        unit = {name: torch.nn.functional.normalize(x[name], dim=-1) for name in ("q", "k")}
+        o, _ = function(**{**x, **unit}, **given)
+        o.backward(do)
+        return {"o": o.detach(), **{name: a.grad for name, a in x.items() if a.grad is not None}}
+
+    def work(ranks: Any) -> dict[str, torch.Tensor]:
+        mine = slice(ranks.rank * tokens // size, (ranks.rank + 1) * tokens // size)
+        made = cp.get_cp_cu_seqlens(offsets, world_size=size, rank=ranks.rank, group=ranks)
+        return run(mine, cu_seqlens=made.cu_seqlens, cp_context=made)
+
+    whole = run(slice(None), cu_seqlens=offsets)
+    with ThreadPoolExecutor(size) as pool:
+        shares = [*pool.map(work, local_group(size, timeout=60.0))]
+    assert set(whole) == {"o", "q", "k", "v", "g", "beta"}
+    for name, want in whole.items():
+        got = torch.cat([share[name] for share in shares], 1)
+        assert (got - want).abs().max() <= 2e-3 * want.abs().max(), name
 
 
 @pytest.mark.exhaustive

@@ -38,6 +38,8 @@ def with_steps_of_kimi(
         m = _of_layer(self, metadata_of())
         if m is None or m.num_spec_decodes or getattr(m, "checkpoint", None) is not None:
             return leave()
+        if not (m.num_prefills or m.num_decodes):
+            return leave()
         T = m.num_actual_tokens
         x, norm = mixed_qkv[:T], self.o_norm
         window, state = _pools(self, x.shape[1])

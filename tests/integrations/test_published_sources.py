@@ -133,7 +133,10 @@ READ_OF_KIMI = {
     *(f"self.{name}" for name in ("A_log", "conv1d.bias", "conv1d.weight", "dt_bias", "gate_lower_bound")),
     *(f"self.{name}" for name in ("kv_cache", "o_norm", "prefix")),
     *(f"m.{name}" for name in ("has_initial_state", "non_spec_query_start_loc", "num_actual_tokens")),
-    *(f"m.{name}" for name in ("non_spec_state_indices_tensor", "num_prefills", "num_spec_decodes")),
+    *(
+        f"m.{name}"
+        for name in ("non_spec_state_indices_tensor", "num_decodes", "num_prefills", "num_spec_decodes")
+    ),
 }
 
 

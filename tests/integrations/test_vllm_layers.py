@@ -196,9 +196,10 @@ def test_a_step_of_kimi_with_prefills(modules: dict[str, Any], k3: bool) -> None
         ({"num_spec_decodes": 1}, False),
         ({"num_spec_decodes": 1}, True),
         ({"checkpoint": object()}, True),
+        ({"num_decodes": 0}, False),
         (None, False),
     ],
-    ids=["drafts", "drafts of K3", "checkpoints", "no metadata"],
+    ids=["drafts", "drafts of K3", "checkpoints", "no requests", "no metadata"],
 )
 def test_other_steps_of_kimi_are_left_to_vllm(modules: dict[str, Any], metadata: Any, k3: bool) -> None:
     step, counts = KimiStep(modules, k3, 2), Counts("kda_decode_step")

@@ -1,8 +1,9 @@
 """Make the package's table of recorded times of calls: ``python -m benchmarks.recorded_costs``.
 
-``kdacore tune`` measures little training, no fused decode step, no call from JAX and few long calls with unbounded
-gates. The committed records of an H200 have some of each: they are written to
-``kdacore/dispatch/profiles/recorded/sm_90.json``, where costs that the table of ``kdacore tune`` lacks are looked up.
+``kdacore tune`` measures little training, no fused decode step, no call from JAX and few sizes of long calls. The
+committed records of an H200 have some of each, and of kernels as they are now: they are written to
+``kdacore/dispatch/profiles/recorded/sm_90.json``, and count beside the table of ``kdacore tune`` that ships, before it
+where both have a size.
 ``--check`` writes nothing, and fails if the table differs.
 """
 
@@ -156,22 +157,44 @@ def _ours(record: Record, call_of: Callable[[Record], CallDescription | None]) -
         yield Timed(call, backend, sum(found) / len(found))
 
 
+def _dense(row: Record) -> bool:
+    """Whether a row's calls are dense, from no state, with as many key as value heads."""
+    return re.fullmatch(r"B\d+ T\d+ H\d+( unbounded)?", row["case"]) is not None
+
+
 def forward(record: Record) -> Iterator[Timed]:
-    """Calls with unbounded gates; ``kdacore tune`` measures the others."""
+    """Dense calls with as many key as value heads."""
 
     def call_of(row: Record) -> CallDescription | None:
-        return _call("chunk_kda", row["shape"], MODEL) if row["case"].endswith(" unbounded") else None
+        given = MODEL if row["case"].endswith(" unbounded") else BOUNDED
+        return _call("chunk_kda", row["shape"], given) if _dense(row) else None
 
     return _ours(record, call_of)
+
+
+def gated_delta(record: Record) -> Iterator[Timed]:
+    """Dense calls from no state that compute their decays."""
+
+    def call_of(row: Record) -> CallDescription | None:
+        if not re.fullmatch(r"B\d+ T\d+ H\d+ HV\d+", row["case"]):
+            return None
+        return _call("chunk_gated_delta_rule", row["shape"], MODEL)
+
+    return _ours(record, call_of)
+
+
+def decode(record: Record) -> Iterator[Timed]:
+    """Calls of one token a sequence, from states of their own."""
+    given = {**BOUNDED, "output_final_state": True}
+    return _ours(record, lambda row: _call("fused_recurrent_kda", row["shape"], given, initial_state=True))
 
 
 def training(record: Record) -> Iterator[Timed]:
     """Dense calls that keep nothing for their backward, with as many key as value heads."""
 
     def call_of(row: Record) -> CallDescription | None:
-        size = re.fullmatch(r"B\d+ T\d+ H\d+( unbounded)?", row["case"])
-        given = MODEL if size and size[1] else BOUNDED
-        return _call("chunk_kda", row["shape"], given, requires_grad=True) if size else None
+        given = MODEL if row["case"].endswith(" unbounded") else BOUNDED
+        return _call("chunk_kda", row["shape"], given, requires_grad=True) if _dense(row) else None
 
     return _ours(record, call_of)
 
@@ -193,6 +216,8 @@ SOURCES: dict[str, Callable[[Record], Iterator[Timed]]] = {
     "h200/xla.json": xla,
     "h200/xla-grad.json": xla_gradient,
     "h200/h200-forward.json": forward,
+    "h200/h200-gdn.json": gated_delta,
+    "h200/h200-decode.json": decode,
     "h200/h200-training.json": training,
     "h200/h200-gdn-training.json": gated_delta_training,
 }

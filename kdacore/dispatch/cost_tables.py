@@ -1,9 +1,9 @@
 """Cost tables: how long each backend took for calls of many sizes, on one device. Which table counts where.
 
 A table ships for each measured architecture (``kdacore/dispatch/profiles/<arch>.json``), with the times of benchmark
-records that it lacks beside it (``profiles/recorded``). ``kdacore tune`` measures one for the device that is here, and
-writes it to ``costs`` in the cache folder, where it counts instead. A table there that cannot be used is ignored with a
-warning that says why; ``kdacore doctor`` lists them all.
+records beside it (``profiles/recorded``); where both have a size the newer one counts. ``kdacore tune`` measures one
+for the device that is here, and writes it to ``costs`` in the cache folder, where it counts instead. A table there that
+cannot be used is ignored with a warning that says why; ``kdacore doctor`` lists them all.
 """
 
 from __future__ import annotations
@@ -171,22 +171,26 @@ def _packaged(name: str) -> Table | None:
 
 
 def _with_records(table: Table, recorded: Table) -> Table:
-    """The table with the recorded times of calls that are not in it."""
+    """The table with the recorded times. Of those of the same sizes the newer ones count."""
     times = {key: dict(variants) for key, variants in table.times.items()}
     sources = dict(table.sources)
     for key, variants in recorded.times.items():
         for variant, columns in variants.items():
             known, source = times.setdefault(key, {}).get(variant), recorded.source_of(*key, variant)
-            times[key][variant] = columns if known is None else _with_points(known, columns)
+            times[key][variant] = (
+                columns if known is None else _with_points(known, columns, recorded.when > table.when)
+            )
             sources[(*key, variant)] = source if known is None else f"{table.source}, and {source}"
     return replace(table, times=MappingProxyType(times), sources=MappingProxyType(sources))
 
 
-def _with_points(known: Columns, more: Columns) -> Columns:
+def _with_points(known: Columns, more: Columns, newer: bool) -> Columns:
     columns = {items: dict(column) for items, column in sorted(known.items())}
     for items, column in more.items():
         for tokens, seconds in column:
-            columns.setdefault(items, {}).setdefault(tokens, seconds)
+            own = columns.setdefault(items, {})
+            if newer or tokens not in own:
+                own[tokens] = seconds
     return {items: tuple(sorted(column.items())) for items, column in sorted(columns.items())}
 
 

@@ -213,7 +213,9 @@ def test_the_form_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = " ".join(" ".join(lines).partition("chosen: ")[2].split())
     assert chosen.startswith("cuda, segments: 8 heads") and "; the device is assumed (" in chosen
     assert max(map(len, lines)) <= 100
-    wanted = r"on sm_90( with kdacore\[cuda\])?: cuda, segments, 0\.\d+ ms interpolated( to get it: pip install .*)?"
+    wanted = (
+        r"on sm_90( with kdacore\[cuda\])?: cuda, segments, 0\.\d+ ms measured( to get it: pip install .*)?"
+    )
     assert re.fullmatch(wanted, f"on sm_90{chosen.rpartition('on sm_90')[2]}")
     assert cli.main(["explain", "chunk_kda", *words, "--json"]) == 0
     forms = {c["backend"]: c["form"] for c in json.loads(capsys.readouterr().out)["candidates"]}
@@ -267,7 +269,7 @@ def test_a_laptop_without_packages_is_told_what_an_h200_would_run() -> None:
     assert max(map(len, run.stdout.splitlines())) <= 100
     last = "on sm_90" + " ".join(run.stdout.split()).rpartition("on sm_90")[2]
     install = r"pip install '\.\[cuda\]' in a checkout of kdacore"
-    wanted = rf"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms interpolated to get it: {install}"
+    wanted = rf"on sm_90 with kdacore\[cuda\]: cuda, segments, 0\.\d+ ms measured to get it: {install}"
     assert re.fullmatch(wanted, last), run.stdout
 
 

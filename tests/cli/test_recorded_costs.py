@@ -42,13 +42,31 @@ def test_calls_of_the_same_sizes_are_averaged() -> None:
 
 
 def test_two_records_of_one_variant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = {**maker.SOURCES, "h200/h200-heads.json": maker.SOURCES["h200/h200-forward.json"]}
-    monkeypatch.setattr(maker, "SOURCES", twice)
-    assert maker.table()  # a record without unbounded gates adds nothing
-    folder = maker.RESULTS
     monkeypatch.setattr(maker, "SOURCES", {**maker.SOURCES, "cpu/../h200/xla.json": maker.xla})
     with pytest.raises(ValueError, match=r"xla\.json and benchmarks/results/h200/xla\.json both have"):
-        maker.table(folder)
+        maker.table()
+
+
+@pytest.mark.parametrize(
+    ("record", "case", "words"),
+    [
+        (
+            "h200-decode",
+            "decode B8 H32",
+            ["fused_recurrent_kda", "--initial-state", "float32", "--shape", "8,1,32,32,128,128"],
+        ),
+        ("h200-gdn", "B4 T2048 H16 HV32", ["chunk_gated_delta_rule", "--shape", "4,2048,16,32,128,128"]),
+    ],
+)
+def test_records_count_before_what_tune_measured_earlier(
+    record: str, case: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = json.loads((maker.RESULTS / "h200" / f"{record}.json").read_text())["rows"]
+    found = [r["seconds"] for r in rows if (r["case"], r["contender"]) == (case, "kdacore cuda")]
+    seconds = float(f"{sum(found) / len(found):.{maker.DIGITS}g}")
+    assert cli.main(["explain", *words, "--arch", "sm_90", "--use-gate-in-kernel"]) == 0
+    said = capsys.readouterr().out
+    assert f"-> cuda: supported, {1e3 * seconds:.3g} ms\n" in said and f"results/h200/{record}.json" in said
 
 
 def test_the_command(

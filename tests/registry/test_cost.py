@@ -199,8 +199,10 @@ def test_jax_has_its_own_times_where_measured_and_those_of_torch_elsewhere(
     assert found[2048] == cost.Prediction(4.0, f"interpolated from calls with torch arrays ({NAME}; a test)")
 
 
-def test_recorded_times_never_replace_measured_ones() -> None:
+@pytest.mark.parametrize(("when", "seconds"), [("2000-01-01", 2.0), ("2100-01-01", 99.0)])
+def test_of_recorded_and_measured_times_the_newer_count(when: str, seconds: float) -> None:
     recorded = table(
+        when=when,
         times=MappingProxyType(
             {("reference", GROUP): {PLAIN: {64: ((1024, 99.0), (2048, 3.0)), 128: ((16, 1.0),)}}}
         ),
@@ -210,7 +212,7 @@ def test_recorded_times_never_replace_measured_ones() -> None:
     assert merged.times["reference", GROUP] == {
         PLAIN: {
             32: ((1024, 1.0), (4096, 4.0)),
-            64: ((1024, 2.0), (2048, 3.0), (4096, 8.0)),
+            64: ((1024, seconds), (2048, 3.0), (4096, 8.0)),
             128: ((16, 1.0),),
         },
         STATE: {64: ((16, 0.5),)},

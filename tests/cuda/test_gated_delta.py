@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import emulator
@@ -289,14 +288,21 @@ static void places(const GatedDeltaParams& p, int* out) {
     if (!thread_index()) out[i] = n;
   }
 }
+#pragma GCC visibility push(default)
 extern "C" const char* run(GatedDeltaParams p, int* out) {
   return emu::run([&] { places(p, out); }, 1, 1, 32, 16, 0);
 }
 """
 
 
+@pytest.fixture(scope="module")
+def places_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("places")
+    return ctypes.CDLL(str(emulator.compile_library(_PLACES, gather_headers(_PLACES), [], folder, "places")))
+
+
 @pytest.mark.parametrize("count", [1, 6, 32, 33])
-def test_a_packs_longest_sequences_begin_first(tmp_path: Path, count: int) -> None:
+def test_a_packs_longest_sequences_begin_first(places_library: ctypes.CDLL, count: int) -> None:
     """By their chunks, and as they lie where these are equal or there are more sequences than a warp has lanes."""
     lengths = np.random.default_rng(count).integers(0, 500, count)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -307,9 +313,7 @@ def test_a_packs_longest_sequences_begin_first(tmp_path: Path, count: int) -> No
     packed = struct.from_buffer_copy(
         GATED_DELTA.packer.pack(*[given.get(n, 0) for n, _ in GATED_DELTA.fields])
     )
-    function = ctypes.CDLL(
-        str(emulator.compile_library(_PLACES, gather_headers(_PLACES), [], tmp_path, "places"))
-    ).run
+    function = places_library.run
     function.argtypes, function.restype = [struct, ctypes.c_void_p], ctypes.c_char_p
     out = np.full(count, -1, np.int32)
     assert function(packed, out.ctypes.data) is None

@@ -45,6 +45,7 @@ def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 127, 129, 257])
 def test_lengths(emulated: list[str], warpgroups: int, T: int) -> None:
     check(draw(T, B=1 + T % 2, seed=T), **MODEL)
@@ -86,6 +87,7 @@ def test_strided_tokens(emulated: list[str]) -> None:
     check(draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:]), **MODEL)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states(emulated: list[str], warpgroups: int, v_first: bool, dtype: torch.dtype) -> None:
@@ -225,6 +227,7 @@ def record_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return int(request.param)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("group", [1, 2, 3, 5])
 def test_units_one_after_another(emulated: list[str], record_blocks: int, group: int) -> None:
     """Tiles and gates of the next unit come while the last records of a unit are completed."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from kdacore import api, config
@@ -226,6 +227,7 @@ _PLAIN: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
+@cache
 def plain_calls(op: str) -> tuple[CallDescription, ...]:
     """Calls of an op that ask for nothing special."""
     family = OPS[op].family
@@ -273,25 +275,39 @@ def capable(registered: Registered) -> Registered:
     return dataclasses.replace(registered, backend=dataclasses.replace(registered.backend, requirements=()))
 
 
+@cache
+def _calls(op: str, feature: Feature) -> tuple[CallDescription, ...]:
+    """The plain calls of an op, each asking for the feature."""
+    return tuple(call.changed(**feature.change) for call in plain_calls(op))
+
+
 def matrix(backends: Iterable[Registered], machine: Machine) -> tuple[list[Answer], list[str]]:
     """Every answer, and the verifiers that raised instead of answering."""
     answers: list[Answer] = []
     raised: list[str] = []
+    built = cache(request_of)  # once for all backends
     for registered in backends:
         able, places = capable(registered), places_of(registered.backend, machine)
         for op in OPS:
             if op in registered.backend.ops:
-                answers += [_ask(able, op, f, places, raised) for f in FEATURES if f.applies(op)]
+                answers += [_ask(able, op, f, places, built, raised) for f in FEATURES if f.applies(op)]
     return answers, list(dict.fromkeys(raised))
 
 
-def _ask(able: Registered, op: str, feature: Feature, places: tuple[Place, ...], raised: list[str]) -> Answer:
+def _ask(
+    able: Registered,
+    op: str,
+    feature: Feature,
+    places: tuple[Place, ...],
+    built: Callable[[CallDescription], Request],
+    raised: list[str],
+) -> Answer:
     name = able.backend.name
     asked = [p for p in places if p.kind in feature.kinds]
     on: list[str] = []
     codes: list[str] = []
     for place in asked:
-        refusals = [_refusal(able, at(c.changed(**feature.change), place), raised) for c in plain_calls(op)]
+        refusals = [_refusal(able, at(c, place), built, raised) for c in _calls(op, feature)]
         if any(not refusal for refusal in refusals):
             on.append(str(place))
         else:
@@ -303,11 +319,16 @@ def _ask(able: Registered, op: str, feature: Feature, places: tuple[Place, ...],
     return Answer(op, feature.name, name, tuple(on), tuple(codes), text)
 
 
-def _refusal(able: Registered, call: CallDescription, raised: list[str]) -> list[str]:
+def _refusal(
+    able: Registered,
+    call: CallDescription,
+    built: Callable[[CallDescription], Request],
+    raised: list[str],
+) -> list[str]:
     """Reason codes, none when the backend serves the call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a raising verifier is reported by its reason below
-        candidate = selection.judge(able, request_of(call))
+        candidate = selection.judge(able, built(call))
     raised += [
         f"backend {able.backend.name}: {r.message}" for r in candidate.reasons if r.code == "verifier_error"
     ]

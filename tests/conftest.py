@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,12 +89,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def _mark_later_cases(items: list[pytest.Item]) -> None:
-    """What ``first_cases`` and ``jax_later`` leave to the exhaustive gate."""
+    """What ``first_cases``, ``every_other`` and ``jax_later`` leave to the exhaustive gate."""
     seen: Counter[tuple[Path, str]] = Counter()
+    places: defaultdict[tuple[Path, str, str], dict[int, int]] = defaultdict(dict)
     for item in items:
+        name = (item.path, getattr(item, "originalname", item.name))
+        if item.get_closest_marker("every_other"):
+            given: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
+            known = {argument: places[(*name, argument)] for argument in given}
+            if sum(known[a].setdefault(id(value), len(known[a])) for a, value in given.items()) % 2:
+                item.add_marker(pytest.mark.exhaustive)
         first = item.get_closest_marker("first_cases")
         if first is not None:
-            name = (item.path, getattr(item, "originalname", item.name))
             seen[name] += 1
             if seen[name] > first.args[0]:
                 item.add_marker(pytest.mark.exhaustive)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from kdacore.arrays.specs import ShapeDtype
@@ -222,10 +223,15 @@ class CallDescription:
 
     def gives(self, argument: str) -> bool:
         """Does the call give this array, as far as its op has one?"""
+        return self._optional.get(argument, True)
+
+    @cached_property
+    def _optional(self) -> dict[str, bool]:
+        """Of the arrays that some call does without: is it given?"""
         pool = self.pool_use
         used = pool or Pool(indices=0, reads=False)
         conv = self.conv_width > 0 and (self.family != "commit" or self.conv_state_given)
-        optional = {
+        return {
             "q": self.q_given or self.op != "kda_recompute_w_u",
             "A_log": self.raw_gate and self.A_log,
             "dt_bias": self.raw_gate and bool(self.dt_bias),
@@ -249,7 +255,6 @@ class CallDescription:
             "norm_weight": bool(self.norm),
             "out": self.out,
         }
-        return optional.get(argument, True)
 
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(CallDescription))

@@ -40,8 +40,12 @@ from kdacore.types import Backend
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Budget(samples=3, seconds=1)
 SMALL = Case(name="small", T=70, H=2, K=16, V=16, dtype="float32", kind="numpy")
+IN_EVERY_RUN = 3
+"""So many cases of a preset are not left to the exhaustive tests."""
 GPU_CASES = [
-    pytest.param(preset, case, id=f"{preset}: {case.name}")
+    pytest.param(
+        preset, case, id=f"{preset}: {case.name}", marks=[pytest.mark.exhaustive] if i >= IN_EVERY_RUN else []
+    )
     for preset in (
         "h200-forward",
         "h200-training",
@@ -51,7 +55,7 @@ GPU_CASES = [
         "h200-decode",
         "h200-host",
     )
-    for case in PRESETS[preset]
+    for i, case in enumerate(PRESETS[preset])
 ]
 
 

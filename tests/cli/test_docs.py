@@ -16,7 +16,7 @@ TEXT = (ROOT / "docs" / "guide" / "command-line.md").read_text()
 EXAMPLES = re.findall(r"^\$ kdacore (.+)$", TEXT, re.MULTILINE)
 
 
-@pytest.mark.usefixtures("every_backend")
+@pytest.mark.usefixtures("every_backend", "requests_built_once")
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)

@@ -36,6 +36,7 @@ COMPILE = (
     "-w",
     "-shared",
     "-fPIC",
+    "-fvisibility=hidden",
     "-U_FORTIFY_SOURCE",
     "-fno-strict-aliasing",
     "-fstack-reuse=none",
@@ -62,6 +63,7 @@ FORWARDS, BACKWARDS, SHUFFLED = range(3)
 
 _RUNNER = """
 #include "{path}"
+#pragma GCC visibility push(default)
 extern "C" const char* run({params} p, int grid, int cluster, int threads, int shared, unsigned seed, int dispatch,
     int starved) {{
   emu::dispatch = dispatch;

@@ -18,6 +18,7 @@ from kdacore_cuda.runtime import torch_launch
 from kdacore_reference.oracle import oracle_backward
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("case", ["dense", "packed", "grouped", "log", "softplus", "mixed"])
 def test_model_is_the_oracle(case: str, v_first: bool) -> None:

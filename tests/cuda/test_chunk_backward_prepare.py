@@ -102,6 +102,7 @@ def test_one_quarter_keeps_everything(emulated: list[str]) -> None:
         check(inputs._replace(g=g))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL])
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65])
 def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:

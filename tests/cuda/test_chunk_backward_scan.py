@@ -101,6 +101,7 @@ def test_gates(emulated: list[str], gate: str) -> None:
     )
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", ["both", "initial", "final"])

@@ -111,6 +111,7 @@ def hold(got: F64, want: F64, bound: float) -> None:
         assert error(got[tuple(at)], want[tuple(at)]) < bound, at
 
 
+@pytest.mark.every_other
 @MULTIPROCESSORS
 @pytest.mark.parametrize("case", CASES)
 def test_maps(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int) -> None:
@@ -134,6 +135,7 @@ def states_in(memory: torch.Tensor, shape: tuple[int, ...]) -> chunk_model.F64:
 LONG = {"dense": lambda: draw(64 * 8 + 5, initial_state=state(1, 1)), "packed": packed}
 
 
+@pytest.mark.every_other
 @MULTIPROCESSORS
 @pytest.mark.parametrize("case", LONG)
 def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int) -> None:
@@ -153,6 +155,7 @@ def test_chain(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, 
         hold(states_in(call.memory[name], exact.shape), exact, CHAIN_BOUND)
 
 
+@pytest.mark.every_other
 @MULTIPROCESSORS
 @pytest.mark.parametrize("case", CASES)
 def test_scan(emulated: list[str], monkeypatch: pytest.MonkeyPatch, case: str, multiprocessors: int) -> None:

@@ -164,6 +164,7 @@ def test_the_slowest_gates_decay(
     assert torch.allclose(decayed, torch.full_like(decayed, -np.expm1(T * step)), rtol=0.1, atol=0)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("cluster", [2, 4])
 @pytest.mark.parametrize("size", [1e-4, 1e6])
 def test_keys_and_queries_of_any_size(

@@ -95,6 +95,7 @@ def test_records_are_those_of_segments(
     assert not flags.any()
 
 
+@pytest.mark.every_other
 @BOTH
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 127, 129, 257])
 def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
@@ -107,6 +108,7 @@ def test_longer_than_two_rings(emulated: list[str], multiprocessors: int) -> Non
     check(draw(64 * 8 + 3, B=2), 1.5, **BOUNDED_MODEL)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states(emulated: list[str], v_first: bool, dtype: torch.dtype) -> None:

@@ -50,6 +50,7 @@ CASES = {
 }
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("way", ["fused", "segments", "side by side"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_shorter_way_gives_the_same_bits(

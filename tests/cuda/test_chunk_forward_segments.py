@@ -220,6 +220,7 @@ def test_output(
 # --- the whole against the oracle ----------------------------------------------------------------------------------
 
 
+@pytest.mark.every_other
 @BOTH
 @pytest.mark.parametrize("T", [1, 64, 127, 128, 129, 257])
 def test_lengths(emulated: list[str], T: int, options: dict[str, Any]) -> None:
@@ -255,7 +256,7 @@ def test_output_that_composes_start_states(
         (8192, 16, (), True),
         (8192, 4, (), True),
         (16384, 4, (), False),
-        (131072, 8, (), False),
+        pytest.param(131072, 8, (), False, marks=pytest.mark.exhaustive),
         (8192, 8, ("initial_state",), False),
         (8192, 8, ("cu_seqlens",), False),
     ],

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.quick
 _TOY = """
 #include "sm90/bulk_copies.cuh"
 {body}
+#pragma GCC visibility push(default)
 extern "C" void count_banks(bool on) {{ emu::counts_banks = on; }}
 extern "C" const char* run(int wrong, float* in, float* out, int threads, unsigned seed) {{
-  emu::left_operands_stay = true;  // libraries of one process share these
+  emu::left_operands_stay = true;
   emu::operands_are_f16 = false;
   return emu::run([&] {{ toy(wrong, in, out); }}, 1, 1, threads, 16384, seed);
 }}

@@ -107,6 +107,7 @@ def test_forward_of_narrow_heads(emulated: list[str], kind: str, arch: str) -> N
     assert "K_DIM64" in emulated[0]
 
 
+@pytest.mark.every_other
 @EACH_KIND
 @pytest.mark.parametrize("HV", [9, 24])
 def test_checkpoints(emulated: list[str], kind: str, HV: int) -> None:
@@ -129,6 +130,7 @@ def test_checkpoints(emulated: list[str], kind: str, HV: int) -> None:
     assert any(kernel.startswith("checkpoint_tail" if HV == 24 else "prepare_marked") for kernel in emulated)
 
 
+@pytest.mark.every_other
 @EVERY_KIND
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("v_first", [False, True])
@@ -230,7 +232,13 @@ def test_nan_stays(emulated: list[str], kind: str, HV: int, name: str) -> None:
         assert torch.equal(got.final_state[[0, 2]], clean.final_state[[0, 2]])
 
 
-@pytest.mark.parametrize(("name", "kind"), POISONED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*case, marks=[exhaustive] if case in POISONED[1:3] else [], id="-".join(case))
+        for case in POISONED
+    ],
+)
 def test_nan_stays_in_gradients(emulated: list[str], kind: str, name: str) -> None:
     lengths = [33, 31, 6]
     inputs = draw(70, 3, cu_seqlens=torch.tensor(np.cumsum([0, *lengths])))

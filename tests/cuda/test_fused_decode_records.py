@@ -138,6 +138,7 @@ def candidates_by_states(group: int, rows: torch.Tensor | None) -> DecodeInputs:
     return inputs._replace(record_indices=rows)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize("way", ["states", "states, named rows", "records"])
 def test_windows_that_share_memory(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import emulator
@@ -46,6 +45,7 @@ def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 127, 129, 257])
 def test_lengths(emulated: list[str], warpgroups: int, T: int) -> None:
     check(draw(T, B=1 + T % 2, seed=T), **MODEL)
@@ -87,6 +87,7 @@ def test_strided_tokens(emulated: list[str]) -> None:
     check(draw(140, 2, 4)._replace(q=wide[..., :128], k=wide[..., 256:]), **MODEL)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states(emulated: list[str], warpgroups: int, v_first: bool, dtype: torch.dtype) -> None:
@@ -226,6 +227,7 @@ def record_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return int(request.param)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("group", [1, 2, 3, 5])
 def test_units_one_after_another(emulated: list[str], record_blocks: int, group: int) -> None:
     """Tiles and gates of the next unit come while the last records of a unit are completed."""
@@ -289,14 +291,21 @@ static void places(const GatedDeltaParams& p, int* out) {
     if (!thread_index()) out[i] = n;
   }
 }
+#pragma GCC visibility push(default)
 extern "C" const char* run(GatedDeltaParams p, int* out) {
   return emu::run([&] { places(p, out); }, 1, 1, 32, 16, 0);
 }
 """
 
 
+@pytest.fixture(scope="module")
+def places_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("places")
+    return ctypes.CDLL(str(emulator.compile_library(_PLACES, gather_headers(_PLACES), [], folder, "places")))
+
+
 @pytest.mark.parametrize("count", [1, 6, 32, 33])
-def test_a_packs_longest_sequences_begin_first(tmp_path: Path, count: int) -> None:
+def test_a_packs_longest_sequences_begin_first(places_library: ctypes.CDLL, count: int) -> None:
     """By their chunks, and as they lie where these are equal or there are more sequences than a warp has lanes."""
     lengths = np.random.default_rng(count).integers(0, 500, count)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -307,9 +316,7 @@ def test_a_packs_longest_sequences_begin_first(tmp_path: Path, count: int) -> No
     packed = struct.from_buffer_copy(
         GATED_DELTA.packer.pack(*[given.get(n, 0) for n, _ in GATED_DELTA.fields])
     )
-    function = ctypes.CDLL(
-        str(emulator.compile_library(_PLACES, gather_headers(_PLACES), [], tmp_path, "places"))
-    ).run
+    function = places_library.run
     function.argtypes, function.restype = [struct, ctypes.c_void_p], ctypes.c_char_p
     out = np.full(count, -1, np.int32)
     assert function(packed, out.ctypes.data) is None

@@ -226,6 +226,7 @@ def test_many_chunks(emulated: list[str], walk: Walk, warpgroups: int) -> None:
     walk(make_case(inputs, draw_states(1, 1, seed=6)), warpgroups)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("gate", ["init", "random", "slow", "fast", "spread", "mixed"])
 @WALKS
 def test_gates(emulated: list[str], walk: Walk, gate: str) -> None:
@@ -240,6 +241,7 @@ def test_groups_of_value_heads(emulated: list[str], walk: Walk, group: int) -> N
     walk(make_case(draw(70, 2, 2 * group)))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", ["both", "initial", "final"])

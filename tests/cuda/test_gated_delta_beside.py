@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import emulator
@@ -252,10 +251,17 @@ static void order(const GatedDeltaParams& p, int together, int* out, int count) 
   }
   *out = ordered_units(p, table, together);
 }
+#pragma GCC visibility push(default)
 extern "C" const char* run(GatedDeltaParams p, int together, int* out, int count) {
   return emu::run([&] { order(p, together, out, count); }, 1, 1, 32, sizeof(OrderTable), 0);
 }
 """
+
+
+@pytest.fixture(scope="module")
+def order_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("order")
+    return ctypes.CDLL(str(emulator.compile_library(_ORDER, gather_headers(_ORDER), [], folder, "order")))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +276,11 @@ extern "C" const char* run(GatedDeltaParams p, int together, int* out, int count
 )
 @pytest.mark.parametrize("together", [1, 2, 100])
 def test_first_chunks_come_first(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: ChunkInputs, together: int
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    order_library: ctypes.CDLL,
+    inputs: ChunkInputs,
+    together: int,
 ) -> None:
     """Every unit that has tokens is given out once, in the order of groups of sequences, and of chunks in a group."""
     call = records_call(monkeypatch, inputs)
@@ -280,7 +290,6 @@ def test_first_chunks_come_first(
     given = call.numbers | {"cu_seqlens": 0 if offsets is None else offsets.data_ptr()}
     values = [given.get(name, 0) for name, _ in GATED_DELTA.fields]
     assert step.kernel.params.parts[1] is GATED_DELTA
-    library = emulator.compile_library(_ORDER, gather_headers(_ORDER), [], tmp_path, "order")
     struct = type(
         "Params", (ctypes.Structure,), {"_fields_": [("data", ctypes.c_uint64 * (GATED_DELTA.size // 8))]}
     )
@@ -289,7 +298,7 @@ def test_first_chunks_come_first(
     lengths = np.diff(starts).tolist()
     units = H * sum(-(-x // 64) for x in lengths)
     out = torch.zeros(units + 6, 3, dtype=torch.int32)
-    function = ctypes.CDLL(str(library)).run
+    function = order_library.run
     function.argtypes, function.restype = (
         [struct, ctypes.c_int, ctypes.c_void_p, ctypes.c_int],
         ctypes.c_char_p,

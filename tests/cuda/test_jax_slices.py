@@ -106,6 +106,7 @@ def from_both(rank: Rank) -> tuple[list[Any], list[Any]]:
     return got, want + both_backwards(theirs, rank.request, rank.inputs, *given)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", CASES)
 def test_launches_are_those_of_torch(
     either_handler: Device, monkeypatch: pytest.MonkeyPatch, name: str

@@ -137,6 +137,7 @@ def launched(names: list[str]) -> list[str]:
     return [name.partition("-")[0] for name in names]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("op", [KDA, GDN])
 def test_grouped_heads_strided_records_and_every_argument(
@@ -200,6 +201,7 @@ def test_counts_beyond_the_records_read_no_other_memory(emulated: list[str]) -> 
     assert same_bits(few.initial_state, many.initial_state)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_both_modes_give_the_same_bits(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
@@ -217,6 +219,7 @@ def test_both_modes_give_the_same_bits(emulated: list[str], v_first: bool, state
         assert same_bits(getattr(first, name), getattr(second, name))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("op", [KDA, GDN])
 def test_no_order_of_blocks_and_threads_changes_a_bit(
@@ -242,6 +245,7 @@ def commit_of(inputs: RecurrentInputs, **more: Any) -> CommitInputs:
     return CommitInputs(**(given | more))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -278,9 +282,9 @@ def test_commit_with_one_decay_a_head_and_pools_in_any_layout(emulated: list[str
     ("op", "v_first", "steps", "sizes"),
     [
         (KDA, False, 200, {}),
+        (GDN, True, 40, {"H": 2, "HV": 4}),
         (KDA, True, 200, {}),
         (GDN, False, 40, {"H": 1, "HV": 2}),
-        (GDN, True, 40, {"H": 2, "HV": 4}),
         (KDA, False, 12, {"H": 1, "HV": 2, "K": 128}),
         (KDA, True, 12, {"H": 1, "HV": 2, "K": 128}),
     ],
@@ -296,7 +300,7 @@ def test_float32_states_are_those_of_plain_decoding(
 @pytest.mark.parametrize(
     ("state_dtype", "v_first", "K", "steps"),
     [
-        (torch.bfloat16, False, 64, 100),
+        pytest.param(torch.bfloat16, False, 64, 100, marks=pytest.mark.exhaustive),
         (torch.bfloat16, True, 64, 100),
         (torch.bfloat16, False, 128, 8),
         (torch.float16, False, 64, 20),

@@ -65,6 +65,7 @@ def check_repeated(
     assert pool is None or torch.equal(pool, written)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -186,6 +187,7 @@ def test_pool_rows_may_have_any_stride(emulated: list[str]) -> None:
     check(inputs, output_final_state=True, **BOUNDED_MODEL)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pool_rows_may_start_anywhere(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:
@@ -296,6 +298,7 @@ def check_head_gate(inputs: RecurrentInputs, **options: Any) -> torch.Tensor:
     return got.o
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_token_with_one_gate_a_head(emulated: list[str], v_first: bool, state_dtype: torch.dtype) -> None:

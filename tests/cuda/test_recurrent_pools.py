@@ -44,6 +44,7 @@ def check(inputs: RecurrentInputs, op: str = KDA, **options: Any) -> Expected:
     return check_pools(recurrent, op, inputs, (O_BOUND, O_BOUND), options)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

@@ -157,6 +157,7 @@ def test_near_collinear_keys(monkeypatch: pytest.MonkeyPatch, whole_fraction: fl
     check(monkeypatch, draw(T=70, gate="slow", collinear=True).recompute(False), whole_fraction)
 
 
+@pytest.mark.every_other
 @ways
 @queries
 def test_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch, whole_fraction: float, with_q: bool) -> None:

@@ -218,7 +218,9 @@ def test_jax_is_served_what_torch_is_served() -> None:
                     feature_matrix.at(c.changed(**feature.change), place)
                     for c in feature_matrix.plain_calls(op)
                 ]
-                if any(not feature_matrix._refusal(able, call, []) for call in calls):
+                if any(
+                    not feature_matrix._refusal(able, call, feature_matrix.request_of, []) for call in calls
+                ):
                     name = "gradients" if feature.name == "jit, vmap and grad" else feature.name
                     served[kind].add((op, name))
     only_torch = served["torch"] - served["jax"]

@@ -236,6 +236,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 STEPS = {"numpy": 120, "torch": 40, "jax": 3}
 
 
+@pytest.mark.every_other
 @pytest.mark.jax_later
 @pytest.mark.parametrize("apart", [False, True], ids=["long rows", "windows"])
 @pytest.mark.parametrize("kind", STEPS)
@@ -263,6 +264,7 @@ def test_records_have_the_bits_of_plain_decoding(op: str, kind: str, apart: bool
     assert np.isnan(to_float64(by_records.pool)[0]).all() and np.isnan(to_float64(by_records.conv)[0]).all()
 
 
+@pytest.mark.every_other
 @pytest.mark.jax_later
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("op", OPS)

@@ -185,7 +185,7 @@ def bounds(case: Case, got: InputGrads) -> dict[str, float]:
     }
 
 
-def check(case: Case, call: tuple[Request, ChunkInputs, OutputGrads] | None = None) -> None:
+def check(case: Case, call: tuple[Request, ChunkInputs, OutputGrads] | None = None) -> InputGrads:
     request, inputs, grads = call or build(case)
     got = backward(request, inputs, (), grads)
     want = oracle_backward(request, on_host(inputs), on_host(grads))
@@ -201,6 +201,7 @@ def check(case: Case, call: tuple[Request, ChunkInputs, OutputGrads] | None = No
         if not e <= limit[name]:
             bad[name] = e
     assert not bad, bad
+    return got
 
 
 BOUNDED = {"gate": "sigmoid", "lower_bound": -5.0}
@@ -226,6 +227,7 @@ def test_tokens_behind_a_pack(form: dict[str, Any], lengths: tuple[int, ...], pa
     check(Case(lengths=lengths, padding=padding, **form))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[2]])
 def test_forms_of_fewer_registers_give_the_same_bits(
@@ -241,8 +243,7 @@ def test_forms_of_fewer_registers_give_the_same_bits(
             return replace(plan_backward(request), states_by_rows=rows, diagonal_axis=axis)
 
         monkeypatch.setattr("kdacore_triton.chunk_backward.plan_backward", planned)
-        check(case, call)
-        gradients.append(backward(call[0], call[1], (), call[2]))
+        gradients.append(check(case, call))
     for name, before, now in zip(InputGrads._fields, *gradients, strict=True):
         assert (before is None) == (now is None), name
         assert before is None or torch.equal(before, now), name

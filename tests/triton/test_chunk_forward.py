@@ -147,6 +147,7 @@ def test_wide_heads(K: int, V: int) -> None:
     check(draw(T=33, K=K, V=V, low=-60.0), output_final_state=True)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_states_both_layouts_and_grouped_heads(v_first: bool, state_dtype: torch.dtype) -> None:

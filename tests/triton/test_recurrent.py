@@ -213,6 +213,7 @@ def test_explicit_scale() -> None:
 # --- packs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 0, 1, 5], [0, 0, 2], [0, 1], [7]])
 @pytest.mark.parametrize("initial", [False, True])
 def test_packed_with_empty_sequences(lengths: list[int], initial: bool) -> None:

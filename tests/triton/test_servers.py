@@ -246,6 +246,7 @@ def test_pool_in_place_with_null_slots(op: str, v_first: bool, kind: torch.dtype
         check(op, x, inplace_state=True, null_index=0, output_final_state=final, state_v_first=v_first)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("op", [*CHUNK, *RECURRENT])
 @pytest.mark.parametrize("batch", [False, True])
 def test_pool_read_alone(op: str, batch: bool) -> None:

@@ -1,6 +1,50 @@
 #include "emulate_fibers.h"
 
+#if defined(__x86_64__) && defined(__gnu_linux__)
+asm(R"(
+  .text
+  .hidden emu_change_stacks
+  .globl emu_change_stacks
+  .type emu_change_stacks, @function
+emu_change_stacks:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+  .size emu_change_stacks, . - emu_change_stacks
+)");
+#endif
+
 namespace emu {
+
+#if defined(__x86_64__) && defined(__gnu_linux__)
+void begin(Context& context, unsigned char* stack, size_t bytes, void (*function)()) {
+  u64* top = (u64*)(stack + bytes);
+  *--top = 0;  // where `function` would return to: it begins as one that has been called
+  *--top = (u64)function;
+  for (int i = 0; i < 6; ++i) *--top = 0;
+  context.stack = top;
+}
+#else
+void begin(Context& context, unsigned char* stack, size_t bytes, void (*function)()) {
+  getcontext(&context.start);
+  context.start.uc_stack.ss_sp = stack;
+  context.start.uc_stack.ss_size = bytes;
+  makecontext(&context.start, function, 0);
+  context.begins = true;
+}
+#endif
 
 [[noreturn]] void fail(const char* what, u32 value, const Fiber* other) {
   char text[400];

@@ -20,6 +20,27 @@ namespace emu {
 
 struct Fiber;
 
+// Where a fiber, or what runs them, goes on. A launch changes fibers millions of times, so without libc where that is known how.
+#if defined(__x86_64__) && defined(__gnu_linux__)
+struct Context { void* stack = nullptr; };  // on it lie the registers that a call keeps
+extern "C" __attribute__((visibility("hidden"))) void emu_change_stacks(void** from, void* to);
+inline void change(Context& from, const Context& to) { emu_change_stacks(&from.stack, to.stack); }
+#else
+struct Context {
+  jmp_buf at;
+  ucontext_t start;
+  bool begins = false;
+};
+inline void change(Context& from, Context& to) {
+  if (_setjmp(from.at)) return;
+  if (!to.begins) _longjmp(to.at, 1);
+  to.begins = false;
+  setcontext(&to.start);
+}
+#endif
+// The first change to it calls `function`, which does not return.
+void begin(Context& context, unsigned char* stack, size_t bytes, void (*function)());
+
 // Of each warp of the cluster, and of each barrier that counts bytes, the last tick that is known.
 using Clock = std::vector<u32>;
 
@@ -105,8 +126,7 @@ struct Known {
   u32 x[64];
 };
 struct Fiber {
-  jmp_buf context;
-  ucontext_t start;
+  Context context;
   bool started = false, done = false, begun = false;
   const u32* wait_on = nullptr;
   u32 wait_mask = 0, wait_value = 0;
@@ -139,7 +159,8 @@ struct Late {
 };
 
 inline Fiber* me;
-inline jmp_buf scheduler, ending;
+inline Context scheduler;
+inline jmp_buf ending;
 inline std::string message;  // of what ended the launch
 inline std::vector<Block>* cluster;
 inline std::vector<Late> late;
@@ -153,9 +174,7 @@ inline u64 now;
 
 // Ends the launch; `other` wrote what is wrong.
 [[noreturn]] void fail(const char* what, u32 value, const Fiber* other = nullptr);
-inline void yield() {
-  if (!_setjmp(me->context)) _longjmp(scheduler, 1);
-}
+inline void yield() { change(me->context, scheduler); }
 void block_while(const u32* word, u32 mask, u32 value, const char* name, u32 at);
 
 void join(Clock& to, const Clock& from);

@@ -33,10 +33,17 @@ void trampoline() {
   }
   if (!me->products.empty()) fail("a warpgroup product not waited for", (u32)me->products.size());
   me->done = true;
-  _longjmp(scheduler, 1);
+  yield();
 }
 
 constexpr size_t STACK = 128 * 1024;
+
+// Of all threads of a cluster: kept for later launches, by whichever kernels of this process, since fresh pages take time.
+struct Stacks {
+  void* at;
+  size_t bytes;
+};
+inline __attribute__((visibility("default"))) Stacks stacks;
 
 // The cluster has ended: its warpgroups agree on what they did, and no more registers were asked for than there are.
 void check_end(std::vector<Fiber>& fibers, int threads) {
@@ -113,15 +120,9 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
         if (f.done || (f.wait_on && (*f.wait_on & f.wait_mask) == f.wait_value)) continue;
         progress = true;
         me = &f;
-        if (!_setjmp(scheduler)) {
-          if (f.started) _longjmp(f.context, 1);
-          f.started = true;
-          getcontext(&f.start);
-          f.start.uc_stack.ss_sp = stacks + STACK * (&f - fibers.data());
-          f.start.uc_stack.ss_size = STACK;
-          makecontext(&f.start, trampoline, 0);
-          setcontext(&f.start);
-        }
+        if (!f.started) begin(f.context, stacks + STACK * (&f - fibers.data()), STACK, trampoline);
+        f.started = true;
+        change(scheduler, f.context);
         left -= me->done;
       }
     };
@@ -148,7 +149,10 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
 const char* run(std::function<void()> kernel, int grid, int cluster_size, int threads, int shared, u32 seed) {
   chance.seed(seed);
   const size_t bytes = STACK * cluster_size * threads;
-  void* const stacks = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stacks.bytes < bytes) {
+    if (stacks.at) munmap(stacks.at, stacks.bytes);
+    stacks = {mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), bytes};
+  }
   entry = std::move(kernel);
   emu::grid = grid;
   message.clear();
@@ -157,9 +161,8 @@ const char* run(std::function<void()> kernel, int grid, int cluster_size, int th
     for (int b = 0; b < grid; b += cluster_size) first.push_back(b);
     if (dispatch == BACKWARDS) std::reverse(first.begin(), first.end());
     if (dispatch == SHUFFLED) std::shuffle(first.begin(), first.end(), chance);
-    for (int b : first) run_cluster(b, cluster_size, threads, shared, static_cast<unsigned char*>(stacks));
+    for (int b : first) run_cluster(b, cluster_size, threads, shared, static_cast<unsigned char*>(stacks.at));
   }
-  munmap(stacks, bytes);
   report_conflicts();
   return message.empty() ? nullptr : message.c_str();
 }

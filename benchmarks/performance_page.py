@@ -451,7 +451,11 @@ HEADLINE = (
     ("training", "B1 T8192 H64 unbounded", "the same, unbounded gate"),
     ("decode", "decode B8 H32", "decode, 8 sequences, 32 heads"),
     ("decode", "decode B256 H32", "decode, 256 sequences, 32 heads"),
-    ("gated delta rule", "B1 T8192 H16 HV32, decay given", "gated delta rule, 16 key and 32 value heads"),
+    (
+        "gated delta rule",
+        "B1 T8192 H16 HV32, decay given",
+        "gated delta rule, decay given, 16 key and 32 value heads",
+    ),
     ("gated delta rule, training", "B1 T8192 H16 HV32, decay given", "the same, forward + backward"),
     ("fused decode", "kda-b32", "fused decode step (convolution, KDA, gated norm), 32 sequences, 32 heads"),
 )

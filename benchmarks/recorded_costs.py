@@ -184,9 +184,10 @@ def gated_delta(record: Record) -> Iterator[Timed]:
 
 
 def decode(record: Record) -> Iterator[Timed]:
-    """Calls of one token a sequence, from states of their own."""
-    given = {**BOUNDED, "output_final_state": True}
-    return _ours(record, lambda row: _call("fused_recurrent_kda", row["shape"], given, initial_state=True))
+    """Calls of one token a sequence, whose states lie in a pool and are written there."""
+    given = {**BOUNDED, "inplace_state": True, "output_final_state": True}
+    pool = Pool(inplace=True)
+    return _ours(record, lambda row: _call("fused_recurrent_kda", row["shape"], given, pool=pool))
 
 
 def training(record: Record) -> Iterator[Timed]:

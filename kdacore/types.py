@@ -830,7 +830,14 @@ class Selection:
     def text(self) -> str:
         """The call, every backend's answer, and the choice: each fact on one line."""
         r = self.request
-        lines = [f"{r.op} on {r.device}, {r.kind} arrays, B={r.B} T={r.T} H={r.H} HV={r.HV} K={r.K} V={r.V}"]
+        what = [
+            f"{r.kind} arrays",
+            r.dtype,
+            *["gradients"] * r.needs_grad,
+            *["pool"] * (r.state_indices_ndim > 0),
+        ]
+        sizes = f"B={r.B} T={r.T} H={r.H} HV={r.HV} K={r.K} V={r.V}"
+        lines = [f"{r.op} on {r.device}, {', '.join(what)}, {sizes}"]
         for c in self.candidates:
             mark = "->" if c.backend == self.backend else "  "
             if c.supported:

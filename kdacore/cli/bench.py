@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
         _fill(found, presets, args)
     except KeyboardInterrupt:  # what was timed so far took minutes and is not thrown away
         if not found.rows:
-            raise
+            print("kdacore bench: interrupted before any case was done; nothing is written", file=sys.stderr)
+            return report.INTERRUPTED
         interrupted = True
         print("kdacore bench: interrupted; the results so far:", file=sys.stderr)
     with not_terminated():

@@ -73,7 +73,8 @@ def _parts(found: Report) -> Iterator[tuple[str, str]]:
             f"{len(found['refusals'])} kernels gave wrong results here and are not used; -v lists them",
         )
     for row in found["environment"]:
-        yield "environment", f"{row['name']}={row['value']}"
+        unread = f": {row['meaning']}" if row["meaning"].startswith("not a variable") else ""
+        yield "environment", f"{row['name']}={row['value']}{unread}"
 
 
 def _named(name: str, value: str) -> str:

@@ -286,7 +286,8 @@ def _variant(columns: Columns, said: str, factor: float, reach: float) -> _Varia
         reach = 1.0
     prepared = tuple([_column([(t, s * factor) for t, s in points], reach) for points in columns.values()])
     measured, interpolated, extrapolated = [
-        how + said for how in ("measured", "interpolated", "extrapolated")
+        how + said
+        for how in ("taken" if said.startswith(" from") else "measured", "interpolated", "extrapolated")
     ]
     return _Variant(prepared, tuple(columns), measured, interpolated, extrapolated, reach)
 

@@ -499,6 +499,7 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert "interrupted" in capsys.readouterr().err
     path.unlink()
     assert cli.main(words) == 130 and not path.exists(), "nothing was timed, nothing is written"
+    assert "interrupted before any case was done; nothing is written" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 

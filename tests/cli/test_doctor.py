@@ -476,6 +476,9 @@ def test_an_unknown_variable_is_shown(capsys: Capture, monkeypatch: pytest.Monke
     found = diagnose(capsys, "--no-selfcheck")
     meaning = "not a variable kdacore reads; did you mean 'KDACORE_BACKEND'?"
     assert {"name": "KDACORE_BAKCEND", "value": "triton", "meaning": meaning} in found["environment"]
+    text = io.StringIO()
+    summary(found, Console(file=text, soft_wrap=True, highlight=False, markup=False))
+    assert f"KDACORE_BAKCEND=triton: {meaning}" in " ".join(text.getvalue().split())
 
 
 def test_a_framework_that_does_not_import(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

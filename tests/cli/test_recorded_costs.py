@@ -53,7 +53,14 @@ def test_two_records_of_one_variant_are_refused(monkeypatch: pytest.MonkeyPatch)
         (
             "h200-decode",
             "decode B8 H32",
-            ["fused_recurrent_kda", "--initial-state", "float32", "--shape", "8,1,32,32,128,128"],
+            [
+                "fused_recurrent_kda",
+                "--state-indices",
+                "8",
+                "--inplace-state",
+                "--shape",
+                "8,1,32,32,128,128",
+            ],
         ),
         ("h200-gdn", "B4 T2048 H16 HV32", ["chunk_gated_delta_rule", "--shape", "4,2048,16,32,128,128"]),
     ],

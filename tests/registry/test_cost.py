@@ -127,7 +127,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"T": 512}, 2.0, "extrapolated"),
         ({"T": 4096, "H": 128, "HV": 128}, 16.0, "extrapolated"),
         ({"T": 4096, "H": 8, "HV": 8}, 4.0, "extrapolated"),
-        ({"T": 4096, "packed": True}, 8.0, "measured from calls with packed=False"),
+        ({"T": 4096, "packed": True}, 8.0, "taken from calls with packed=False"),
         ({"T": 2048, "gate": "log"}, 4.0, "interpolated from calls with gate=bounded"),
         ({"T": 2048, "gate": "log", "safe_gate": True}, 4.0, "interpolated"),
         ({"T": 2048, "lower_bound": -5.0}, 4.0, "interpolated"),

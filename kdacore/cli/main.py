@@ -100,7 +100,8 @@ def _run(words: list[str], chosen: str, name: str) -> int:
     parser = build_parser(chosen)
     if chosen and chosen not in COMMANDS:
         there = f"there are {', '.join(COMMANDS)}"
-        parser.error(f"no command {chosen!r}; {there}{did_you_mean(chosen, COMMANDS)}")
+        meant = "; did you mean '--version'?" if chosen == "version" else did_you_mean(chosen, COMMANDS)
+        parser.error(f"no command {chosen!r}; {there}{meant}")
     args = parser.parse_args(words)
     run = importlib.import_module(COMMANDS[args.command][0]).run
     try:

@@ -87,6 +87,7 @@ def test_a_bad_environment_variable_is_named(
     ("words", "meant"),
     [
         (["docter"], "doctor"),
+        (["version"], "--version"),
         (["explain", "chunk_kad"], "chunk_kda"),
         (["explain", "chunk_kda", "--shpae", "1"], "--shape"),
         (["explain", "chunk_kda", "--lowerbound=-5"], "--lower-bound"),

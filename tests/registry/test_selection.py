@@ -259,7 +259,9 @@ def test_explain_takes_specs_and_functions_and_prints_every_backend() -> None:
     for info in kdacore.backends():
         assert info.name in text
     assert "sm_90" in text and selection.op == "chunk_kda"
-    assert text.startswith("chunk_kda on cuda:0 (sm_90), torch arrays, bfloat16, B=1 T=128 H=4 HV=4 K=128 V=128\n")
+    assert text.startswith(
+        "chunk_kda on cuda:0 (sm_90), torch arrays, bfloat16, B=1 T=128 H=4 HV=4 K=128 V=128\n"
+    )
     for candidate in selection.candidates:
         assert candidate.supported or all(r.code and r.message for r in candidate.reasons)
     assert max(map(len, text.splitlines())) <= 100

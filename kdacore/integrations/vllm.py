@@ -10,7 +10,9 @@ entry point.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -73,6 +75,10 @@ REPLACED: dict[str, dict[str, tuple[Translator, ...]]] = {
 }
 """The functions and methods that are replaced and what translates their arguments, by the module that they are looked
 up in."""
+
+_LAYERS_OF = "0.33."
+"""Versions whose layers' methods are replaced: their hooks read attributes of the layer and of its step's metadata,
+which no signature tells of."""
 
 _HOOKS: dict[tuple[Translator, ...], Callable[..., Callable[..., Any]]] = {
     _STEPS_OF_KIMI: with_steps_of_kimi,
@@ -137,6 +143,12 @@ def status() -> tuple[HookStatus, ...]:
 def _replace(module: ModuleType) -> None:
     for name, translators in REPLACED[module.__name__].items():
         handovers = [_HANDOVERS[translator] for translator in translators]
+        if why := _why_not_replaced(module, name):
+            for handover in handovers:
+                handover.hook.reason = why
+            said = f"kdacore leaves {module.__name__}.{name} to vLLM: {why}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            continue
         *classes, attribute = name.split(".")
         owner = functools.reduce(getattr, classes, module)
         _patches.replace(
@@ -145,3 +157,25 @@ def _replace(module: ModuleType) -> None:
         here = f"{module.__name__}.{name}, replaced"
         for hook in [handover.hook for handover in handovers]:
             hook.place = f"{hook.place}; {here}" if hook.place else here
+
+
+def _why_not_replaced(module: ModuleType, name: str) -> str:
+    """Why a function or method of the vLLM that is installed is not replaced; empty where it is."""
+    *classes, attribute = name.split(".")
+    owner: Any = module
+    for part in classes:
+        owner = getattr(owner, part, None)
+    version = _installed()
+    if getattr(owner, attribute, None) is None:
+        return f"vLLM {version or 'as installed'} has no such function"
+    if classes and version and not version.startswith(_LAYERS_OF):
+        return f"methods of layers are replaced in vLLM {_LAYERS_OF}*, and this is {version}"
+    return ""
+
+
+def _installed() -> str:
+    """vLLM's version; empty where it has no metadata."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -6,7 +6,8 @@ Arrays lie as in vLLM: columns of projections, windows and states in pages of on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -438,3 +439,29 @@ def test_methods_are_put_back(modules: dict[str, Any]) -> None:
     finally:
         vllm.activate()
     assert owner._forward_core_decode_non_spec.__wrapped__ is hooked.__wrapped__
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "said"),
+    [
+        ("0.33.1", "", r"_forward to vLLM: vLLM 0\.33\.1 has no such function"),
+        (
+            "0.34.0",
+            "class KimiGatedDeltaNetAttention:\n    def _forward(self): ...\n",
+            r"0\.33\.\*, and this is 0\.34\.0",
+        ),
+    ],
+)
+def test_another_vllm_starts_with_a_warning(
+    version: str, source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that it lacks, or a layer whose attributes may be others, is left to it."""
+    monkeypatch.setattr(vllm.metadata, "version", lambda name: version)
+    module = ModuleType(KIMI_LINEAR)
+    exec(source, module.__dict__)
+    before = dict(module.__dict__)
+    with pytest.warns(RuntimeWarning, match=said):
+        vllm._replace(module)
+    assert module.__dict__ == before
+    (hook,) = [h for h in vllm.status() if h.function == "kda_prefill"]
+    assert "vLLM" in hook.reason

@@ -9,7 +9,7 @@ PLAIN_WIDTH = 100
 
 
 def hanging(start: str, text: str, width: int) -> str:
-    """A line that begins with ``start``, its continuations indented as far as it is long, if that leaves them room."""
+    """A line that begins with ``start``. Further lines are indented by its length, at most a third of the width."""
     lines = textwrap.wrap(
         text,
         width,
@@ -22,7 +22,7 @@ def hanging(start: str, text: str, width: int) -> str:
 
 
 def fold(text: str, width: int = PLAIN_WIDTH) -> str:
-    """Lines of which those that are too long go on indented."""
+    """The lines of a text; what is longer than the width goes on in indented lines."""
     lines = text.splitlines()
     indents = [line[: len(line) - len(line.lstrip(" ->"))] for line in lines]
     return "\n".join(

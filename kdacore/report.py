@@ -46,12 +46,12 @@ def width_of(out: Console) -> int:
 
 
 def hanging(start: str, text: str, out: Console) -> Text:
-    """A line that begins with ``start``, its continuations indented as far as it is long, if that leaves them room."""
+    """As :func:`kdacore.folding.hanging`, in the width of the output."""
     return Text(folding.hanging(start, text, width_of(out)))
 
 
 def wrapped(text: str, out: Console) -> Text:
-    """Lines of which those that are too long go on indented."""
+    """As :func:`kdacore.folding.fold`, in the width of the output."""
     return Text(folding.fold(text, width_of(out)))
 
 

@@ -34,7 +34,7 @@ from kdacore.integrations.vllm_layers import (
 Translator = Callable[..., Call]
 _GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
 _STEPS_OF_KIMI = decode.kda_decode_step, kda.kda_prefill
-_PREFILLS_OF_QWEN = gdn.gdn_decodes_beside_prefills, gdn.gdn_prefill
+_PREFILLS_OF_QWEN = gdn.fused_recurrent_gated_delta_rule_packed_decode, gdn.gdn_prefill
 
 REPLACED: dict[str, dict[str, tuple[Translator, ...]]] = {
     "vllm.models.kimi_k3.nvidia.kda": {
@@ -143,14 +143,16 @@ def status() -> tuple[HookStatus, ...]:
 def _replace(module: ModuleType) -> None:
     for name, translators in REPLACED[module.__name__].items():
         handovers = [_HANDOVERS[translator] for translator in translators]
-        if why := _why_not_replaced(module, name):
+        *classes, attribute = name.split(".")
+        owner: Any = module
+        for part in classes:
+            owner = getattr(owner, part, None)
+        if why := _why_left(owner, attribute, of_layer=bool(classes)):
             for handover in handovers:
                 handover.hook.reason = why
             said = f"kdacore leaves {module.__name__}.{name} to vLLM: {why}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             continue
-        *classes, attribute = name.split(".")
-        owner = functools.reduce(getattr, classes, module)
         _patches.replace(
             owner, attribute, functools.partial(_HOOKS.get(translators, handed_over), *handovers)
         )
@@ -159,16 +161,12 @@ def _replace(module: ModuleType) -> None:
             hook.place = f"{hook.place}; {here}" if hook.place else here
 
 
-def _why_not_replaced(module: ModuleType, name: str) -> str:
-    """Why a function or method of the vLLM that is installed is not replaced; empty where it is."""
-    *classes, attribute = name.split(".")
-    owner: Any = module
-    for part in classes:
-        owner = getattr(owner, part, None)
-    version = _installed()
+def _why_left(owner: Any, attribute: str, of_layer: bool) -> str:
+    """Why a function of a module, or a method of a layer's class, stays vLLM's; empty where it is replaced."""
     if getattr(owner, attribute, None) is None:
-        return f"vLLM {version or 'as installed'} has no such function"
-    if classes and version and not version.startswith(_LAYERS_OF):
+        return f"vLLM {_installed() or 'as installed'} has no such function"
+    version = _installed() if of_layer else ""
+    if version and not version.startswith(_LAYERS_OF):
         return f"methods of layers are replaced in vLLM {_LAYERS_OF}*, and this is {version}"
     return ""
 

@@ -17,18 +17,11 @@ from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
 from kdacore.integrations.packed_arguments import of_each_sequence, packed_heads
-from kdacore.integrations.vllm_pools import NULL_BLOCK, required
+from kdacore.integrations.vllm_pools import NULL_BLOCK, RAW, RAW_IN_POOL, required
 
 
 def _options(lower_bound: float | None) -> dict[str, Any]:
-    return {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        **bounded_gate(lower_bound),
-        "state_v_first": True,
-        "output_final_state": True,
-    }
+    return {**RAW, **bounded_gate(lower_bound), "output_final_state": True}
 
 
 def chunk_kda_with_fused_gate(
@@ -146,7 +139,8 @@ def kda_prefill(
     """
     q, k, v = (part.transpose(0, 1) for part in packed_heads(x, *state.shape[1:]))
     arguments = {
-        **_options(lower_bound),
+        **RAW_IN_POOL,
+        **bounded_gate(lower_bound),
         "q": q,
         "k": k,
         "v": v,
@@ -157,8 +151,6 @@ def kda_prefill(
         "initial_state": state,
         "state_indices": state_indices,
         "has_initial_state": has_initial_state,
-        "null_index": NULL_BLOCK,
-        "inplace_state": True,
         "cu_seqlens": cu_seqlens,
         "out": out,
     }

@@ -15,17 +15,8 @@ from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
 from kdacore.integrations.handover import was_asked_for
-from kdacore.integrations.vllm_pools import NULL_BLOCK
+from kdacore.integrations.vllm_pools import RAW_IN_POOL
 from kdacore.types import Selection
-
-_OPTIONS = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-    "state_v_first": True,
-    "inplace_state": True,
-    "null_index": NULL_BLOCK,
-}
 
 
 def why_left(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -64,7 +55,7 @@ def kda_decode_step(
     method does.
     """
     arguments = {
-        **_OPTIONS,
+        **RAW_IN_POOL,
         **bounded_gate(lower_bound),
         "x": x.unsqueeze(1),
         "conv_weight": conv_weight,
@@ -108,7 +99,7 @@ def gdn_decode_step(
     if activation not in ("silu", "swish"):
         raise ContractError(op, "activation", repr(activation), "'silu': the convolution's")
     arguments = {
-        **_OPTIONS,
+        **RAW_IN_POOL,
         "x": x.unsqueeze(1),
         "conv_weight": conv_weight,
         "conv_bias": conv_bias,
@@ -147,7 +138,7 @@ def fused_gdn_decode_post_conv_mtp(
     ``output_gate`` ``[T, HV, V]``. Returns ``o`` ``[T, HV, V]``.
     """
     arguments = {
-        **_OPTIONS,
+        **RAW_IN_POOL,
         "x": mixed_qkv.unsqueeze(0),
         "g": a.unsqueeze(0),
         "beta": b.unsqueeze(0),

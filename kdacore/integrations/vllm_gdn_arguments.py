@@ -13,7 +13,7 @@ from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.handover import Unread
 from kdacore.integrations.packed_arguments import packed_heads
-from kdacore.integrations.vllm_pools import NULL_BLOCK, in_pool, required
+from kdacore.integrations.vllm_pools import NULL_BLOCK, RAW_IN_POOL, in_pool, required
 
 _SOFTPLUS = {"beta": 1.0, "threshold": 20.0}
 """The softplus of kdacore's gate, in the arguments that vLLM has for it."""
@@ -57,42 +57,6 @@ def chunk_gated_delta_rule(
     return Call("chunk_gated_delta_rule", arguments)
 
 
-def gdn_decodes_beside_prefills(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    state_indices: Tensor,
-    out: Tensor,
-) -> Call:
-    """The decodes of a step of Qwen's layers with prefills, behind the convolution, in place in the pool.
-
-    ``x`` ``[B, 2*H*K + HV*V]`` convolved; ``a`` and ``b`` ``[B, HV]`` raw; ``out`` ``[B, HV, V]``. Returns None.
-    """
-    q, k, v = packed_heads(x, *state.shape[1:])
-    arguments = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": a.unsqueeze(1),
-        "beta": b.unsqueeze(1),
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "initial_state": state,
-        "state_indices": state_indices,
-        "null_index": NULL_BLOCK,
-        "state_v_first": True,
-        "inplace_state": True,
-        "out": out.unsqueeze(1),
-    }
-    return Call("fused_recurrent_gated_delta_rule", arguments, lambda result: None)
-
-
 def gdn_prefill(
     x: Tensor,
     a: Tensor,
@@ -112,9 +76,7 @@ def gdn_prefill(
     """
     q, k, v = (part.transpose(0, 1) for part in packed_heads(x, *state.shape[1:]))
     arguments = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
+        **RAW_IN_POOL,
         "q": q,
         "k": k,
         "v": v,
@@ -125,9 +87,6 @@ def gdn_prefill(
         "initial_state": state,
         "state_indices": state_indices,
         "has_initial_state": has_initial_state,
-        "null_index": NULL_BLOCK,
-        "state_v_first": True,
-        "inplace_state": True,
         "cu_seqlens": cu_seqlens,
         "out": out.unsqueeze(0),
     }

@@ -99,13 +99,14 @@ def with_prefills_of_qwen(
         T, D, N = m.num_actual_tokens, m.num_decodes, m.prefill_query_start_loc.shape[0] - 1
         x = mixed_qkv[:T]
         window, state = _pools(self, x.shape[1])
-        weights = (self.A_log, self.dt_bias, state)
+        weights, scale = (self.A_log, self.dt_bias), state.shape[-1] ** -0.5
         rows = (
             of_each_sequence(m.prefill_state_indices, N),
             of_each_sequence(m.prefill_has_initial_state, N),
         )
-        first = (a[:D], b[:D], *weights, m.non_spec_state_indices_tensor[:D], core_attn_out[:D])
-        rest = (a[D:T], b[D:T], *weights, *rows, m.prefill_query_start_loc, core_attn_out[D:T])
+        own, out = m.non_spec_state_indices_tensor[:D], core_attn_out[:D].unsqueeze(1)
+        first = (a[:D], b[:D], *weights, scale, state, out, own, True)
+        rest = (a[D:T], b[D:T], *weights, state, *rows, m.prefill_query_start_loc, core_attn_out[D:T])
         if not (_takes(prefill, (x[D:], *rest)) and (D == 0 or _takes(decode, (x[:D], *first)))):
             return original(self, mixed_qkv, b, a, core_attn_out)
         weight = self.conv1d.weight.flatten(1)
@@ -126,9 +127,9 @@ def _of_layer(layer: Any, context: Any) -> Any:
 def _pools(layer: Any, D: int) -> tuple[Tensor, Tensor]:
     """Windows of the convolution ``[rows, D, L]`` and states of a layer's cache."""
     window, state = layer.kv_cache[:2]
-    return (
-        window if window.shape[1] == D else window.transpose(1, 2)
-    ), state  # [rows, L, D] is vLLM's default
+    if window.shape[1] != D:  # [rows, L, D], vLLM's default
+        window = window.transpose(1, 2)
+    return window, state
 
 
 def _convolution() -> Callable[..., Tensor]:

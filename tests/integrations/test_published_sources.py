@@ -62,9 +62,7 @@ TAKE_ANY_KEYWORD = ("ling_chunk_kda", "ling_fused_recurrent_kda")
 TRANSLATORS = {
     t.__name__: t for functions in vllm.REPLACED.values() for several in functions.values() for t in several
 }
-OF_METHODS = {
-    "gdn_decode_step", "gdn_decodes_beside_prefills", "gdn_prefill", "kda_decode_step", "kda_prefill"
-}  # fmt: skip
+OF_METHODS = {"gdn_decode_step", "gdn_prefill", "kda_decode_step", "kda_prefill"}
 """Translations of what hooks of methods gather, which are compared below."""
 
 

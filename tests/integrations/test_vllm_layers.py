@@ -355,7 +355,10 @@ def qwen_prefill(
 @pytest.mark.parametrize("decodes", [0, 2])
 def test_qwen_with_prefills(modules: dict[str, Any], decodes: int) -> None:
     """Gate, beta and norms are computed in the calls; states never leave vLLM's pool."""
-    layer, both = Layer(2, 4, False), [Counts("gdn_decodes_beside_prefills"), Counts("gdn_prefill")]
+    layer, both = (
+        Layer(2, 4, False),
+        [Counts("fused_recurrent_gated_delta_rule_packed_decode"), Counts("gdn_prefill")],
+    )
     window, state = layer.conv_state.clone(), layer.state.clone()
     with kdacore.record_selections() as ran:
         step, result = qwen_prefill(modules, layer, decodes)

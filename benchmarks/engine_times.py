@@ -2,7 +2,7 @@
 docs/guide/serving-engines.md and its picture from ``benchmarks/results/h200/engine-steps.json``; ``--check`` exits 1
 where they are not what it would write.
 
-A run in the record is one process of an engine: milliseconds of its steps, as they passed, and microseconds of GPU time
+A run in the record is one process of an engine: wall-clock milliseconds of its steps, and microseconds of GPU time
 by kernel from a profile of a step. What a layer computes between its projections is found by the kernels' names.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bar_charts import Bar, Group, draw
+from benchmarks.performance_page import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "h200" / "engine-steps.json"
 PAGE = ROOT / "docs" / "guide" / "serving-engines.md"
 PICTURE = ROOT / "docs" / "images" / "h200-engine-steps.svg"
-MARKS = "<!-- engine-steps:begin -->", "<!-- engine-steps:end -->"
 
 BETWEEN_PROJECTIONS = re.compile(
     r"conv1d|kda|delta|gdn|recurrent|chunk_|merge_16x16|recompute_w_u|l2norm|post_conv|gather_initial|index_put"
@@ -53,7 +53,7 @@ def _span(samples: list[float]) -> str:
 def table(runs: list[Run]) -> str:
     lines = [
         "| model | step | between the projections, GPU ms: vLLM, kdacore | whole step, GPU time "
-        "| as it passed, ms: vLLM | kdacore |",
+        "| wall clock, ms: vLLM | kdacore |",
         "|---|---|---|---|---|---|",
     ]
     for own, ours in pairs(runs):
@@ -91,9 +91,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page differs")
     args = parser.parse_args()
     runs = json.loads(RECORD.read_text())["runs"]
-    before, rest = PAGE.read_text().split(MARKS[0])
     made = {
-        PAGE: f"{before}{MARKS[0]}\n{table(runs)}\n{MARKS[1]}{rest.split(MARKS[1])[1]}",
+        PAGE: fill(PAGE.read_text(), "engine-steps", f"{table(runs)}\n"),
         PICTURE: picture(runs),
     }
     if args.check:

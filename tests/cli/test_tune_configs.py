@@ -34,6 +34,7 @@ def test_list_names_every_shipped_rule(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["tune", "configs", "--list", "--arch", "sm_90"]) == 0
     out = capsys.readouterr().out
     assert all(op in out for op in tune_jobs.OPS) and "chunk_kda: everything else" in out
+    assert max(map(len, out.splitlines())) <= 100
     rules = [c for c in configs.shipped_for("sm_90") if c.when]
     assert sum(line.strip().startswith(tuple(tune_jobs.OPS)) for line in out.splitlines()) > len(rules)
 

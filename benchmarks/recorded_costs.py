@@ -3,7 +3,7 @@
 ``kdacore tune`` measures little training, no fused decode step, no call from JAX and few sizes of long calls. The
 committed records of an H200 have some of each, and of kernels as they are now: they are written to
 ``kdacore/dispatch/profiles/recorded/sm_90.json``, which counts beside the table of ``kdacore tune`` that ships; where
-both have a size the newer time counts.
+both have a size, the table with the newer date counts. This one has the date of the newest record.
 ``--check`` writes nothing, and fails if the table differs.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kdacore import report
+from kdacore import config, report
 
 Report = dict[str, Any]
 _INDENT, _NAMES = 2, 13
@@ -73,7 +73,7 @@ def _parts(found: Report) -> Iterator[tuple[str, str]]:
             f"{len(found['refusals'])} kernels gave wrong results here and are not used; -v lists them",
         )
     for row in found["environment"]:
-        unread = f": {row['meaning']}" if row["meaning"].startswith("not a variable") else ""
+        unread = f": {row['meaning']}" if row["name"] not in config.VARIABLES else ""
         yield "environment", f"{row['name']}={row['value']}{unread}"
 
 

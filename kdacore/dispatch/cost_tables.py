@@ -1,9 +1,10 @@
 """Cost tables: how long each backend took for calls of many sizes, on one device. Which table counts where.
 
 A table ships for each measured architecture (``kdacore/dispatch/profiles/<arch>.json``), with the times of benchmark
-records beside it (``profiles/recorded``); where both have a size the newer one counts. ``kdacore tune`` measures one
-for the device that is here, and writes it to ``costs`` in the cache folder, where it counts instead. A table there that
-cannot be used is ignored with a warning that says why; ``kdacore doctor`` lists them all.
+records beside it (``profiles/recorded``). Where both have a size, the table with the newer date counts; that of records
+has the date of the newest one, so that single times in it may be older. ``kdacore tune`` measures one for the device
+that is here, and writes it to ``costs`` in the cache folder, where it counts instead. A table there that cannot be used
+is ignored with a warning that says why; ``kdacore doctor`` lists them all.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _packaged(name: str) -> Table | None:
 
 
 def _with_records(table: Table, recorded: Table) -> Table:
-    """The table with the recorded times. Of those of the same sizes the newer ones count."""
+    """The table with the recorded times. Where both have a size, the table with the newer date counts."""
     times = {key: dict(variants) for key, variants in table.times.items()}
     sources = dict(table.sources)
     for key, variants in recorded.times.items():

@@ -1,6 +1,7 @@
 """What the integrations cost and save: the hook in flash-linear-attention, a layer of it, a model of transformers.
 
-    python -m benchmarks.integrations [hook] [layer] [model] [fla-model] [--rounds 9] [--json out.json]
+    python -m benchmarks.integrations [hook] [layer] [kimi-linear] [qwen3-next] [fla-model] [--rounds 9]
+                                      [--json out.json]
 
 Needs flash-linear-attention and transformers. ``hook`` runs anywhere, the others on a GPU.
 
@@ -9,8 +10,10 @@ Needs flash-linear-attention and transformers. ``hook`` runs anywhere, the other
   dispatch); and only the check whether kdacore takes the call.
 - ``layer``: a KDA layer of flash-linear-attention (hidden 2304, 32 heads, 8192 tokens), forward and
   backward: GPU time in a captured graph and peak memory, flash-linear-attention's kernels and kdacore's in turns.
-- ``model``: four layers of Kimi-Linear-48B's widths, transformers' model: tokens a second in training and in
-  decoding, host time included, flash-linear-attention's kernels and kdacore's in turns.
+- ``kimi-linear``, ``qwen3-next``: four layers of transformers' models with the widths of Kimi-Linear-48B and
+  Qwen3-Next-80B, without experts: tokens a second in training and in decoding, host time included, in turns:
+  flash-linear-attention's kernels as the model finds them, and kdacore's integration, with which the convolution and
+  the gated norm are flash-linear-attention's too.
 - ``fla-model``: the same of flash-linear-attention's own KDA model, four KDA layers, whose convolutions, norms and
   loss are its Triton kernels on both sides.
 """
@@ -46,11 +49,11 @@ FARTHER = 1.2
 Rows = list[dict[str, Any]]
 
 
-def _switch(side: str) -> None:
+def _switch(side: str, integration: str = "fla") -> None:
     if side == "kdacore":
-        integrations.activate("fla")
+        integrations.activate(integration)
     else:
-        integrations.deactivate("fla")
+        integrations.deactivate(integration)
 
 
 def _row(what: str, samples: dict[str, list[float]], unit: str) -> dict[str, Any]:
@@ -226,11 +229,14 @@ def _errors(what: str, exact: torch.Tensor, results: dict[str, torch.Tensor]) ->
     return errors
 
 
+_OWN_FUNCTIONS = ("kimi_delta_attention", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+"""How the names of a model's own functions of a delta rule end."""
+
+
 @contextmanager
 def _torch_path(module: Any) -> Iterator[None]:
-    """KDA as the functions of a model's module compute it where neither library is installed, in float32."""
-    names = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
-    found = {name: getattr(module, name) for name in names}
+    """The delta rule as the functions of a model's module compute it where neither library is installed, in float32."""
+    found = {name: f for name, f in vars(module).items() if name.endswith(_OWN_FUNCTIONS)}
     try:
         for name, function in found.items():
             setattr(module, name, inspect.unwrap(function))
@@ -241,42 +247,60 @@ def _torch_path(module: Any) -> Iterator[None]:
 
 
 def _float32_logits(network: Any, x: torch.Tensor) -> torch.Tensor:
-    """The logits of a model with the same weights, in float32, KDA computed by torch."""
+    """The logits of a model with the same weights, in float32, its delta rule computed by torch."""
     with _torch_path(sys.modules[type(network).__module__]), torch.no_grad():
         logits: torch.Tensor = copy.deepcopy(network).float()(x).logits
     return logits
 
 
-def model(rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
-    """Tokens a second as a user has them: eager, with the host's time."""
+_LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_VOCABULARY: dict[str, Any] = {
+    "vocab_size": 32768,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def _kimi_linear() -> Any:
+    """Widths of Kimi-Linear-48B. Experts cost both sides the same, and are not what is compared."""
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
-    layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    configuration = KimiLinearConfig(
-        num_hidden_layers=4,
-        layer_types=layers,
-        mlp_layer_types=["dense"] * 4,  # experts cost both sides the same, and are not what is compared
-        vocab_size=32768,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
+    return KimiLinearForCausalLM(
+        KimiLinearConfig(
+            num_hidden_layers=4, layer_types=_LAYERS, mlp_layer_types=["dense"] * 4, **_VOCABULARY
+        )
     )
+
+
+def _qwen3_next() -> Any:
+    """Widths of Qwen3-Next-80B, without experts."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(num_hidden_layers=4, layer_types=_LAYERS, mlp_only_layers=[0, 1, 2, 3], **_VOCABULARY)
+    )
+
+
+def model(name: str, build: Callable[[], Any], rounds: int, tokens: int = 4096, decoded: int = 64) -> Rows:
+    """Tokens a second as a user has them: eager, with the host's time."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        network = KimiLinearForCausalLM(configuration).bfloat16()
+        network = build().bfloat16()
         x = torch.randint(3, 32768, (1, tokens))
+    switch = partial(_switch, integration="transformers")
 
     losses, logits = {}, {}
     for side in SIDES:
-        _switch(side)
+        switch(side)
         network.train()
         found = network(x, labels=x)
         losses[side], logits[side] = float(found.loss.detach()), found.logits.detach().float()
         del found
-    _hold("model, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
-    errors = _errors("model, logits", _float32_logits(network, x), logits)
+    _hold(f"{name}, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
+    errors = _errors(f"{name}, logits", _float32_logits(network, x), logits)
     del logits
-    return [{**row, "errors": errors} for row in _speeds("model", network, x, decoded, rounds)]
+    return [{**row, "errors": errors} for row in _speeds(name, network, x, decoded, rounds, switch)]
 
 
 def fla_model(rounds: int, tokens: int = 8192, decoded: int = 64) -> Rows:
@@ -306,11 +330,14 @@ def fla_model(rounds: int, tokens: int = 8192, decoded: int = 64) -> Rows:
     print(f"fla-model, logits: {apart:.2e} apart", flush=True)
     del logits
     return [
-        {**row, "difference_of_logits": apart} for row in _speeds("fla-model", network, x, decoded, rounds)
+        {**row, "difference_of_logits": apart}
+        for row in _speeds("fla-model", network, x, decoded, rounds, _switch)
     ]
 
 
-def _speeds(model: str, network: Any, x: torch.Tensor, decoded: int, rounds: int) -> Rows:
+def _speeds(
+    model: str, network: Any, x: torch.Tensor, decoded: int, rounds: int, switch: Callable[[str], None]
+) -> Rows:
     """Tokens a second of a model's training step on ``x``, and of decoding behind its first 128 tokens."""
 
     def train() -> None:
@@ -327,7 +354,7 @@ def _speeds(model: str, network: Any, x: torch.Tensor, decoded: int, rounds: int
         samples: dict[str, list[float]] = {side: [] for side in SIDES}
         for counted in (False, False, *[True] * rounds):
             for side in SIDES:
-                _switch(side)
+                switch(side)
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 step()
@@ -338,7 +365,13 @@ def _speeds(model: str, network: Any, x: torch.Tensor, decoded: int, rounds: int
     return rows
 
 
-PARTS = {"hook": hook, "layer": layer, "model": model, "fla-model": fla_model}
+PARTS: dict[str, Callable[[int], Rows]] = {
+    "hook": hook,
+    "layer": layer,
+    "kimi-linear": partial(model, "kimi-linear", _kimi_linear),
+    "qwen3-next": partial(model, "qwen3-next", _qwen3_next),
+    "fla-model": fla_model,
+}
 
 
 def main() -> None:

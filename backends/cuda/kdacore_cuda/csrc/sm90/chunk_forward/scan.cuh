@@ -62,11 +62,18 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
   return l;
 }
 
-// Tells the block that prepares a stage that this warp has read it.
+// Tells the block that prepares a stage that this warp has read it. If SPACED both are told: any block, or a helper, may
+// prepare the next chunk of a stage.
 __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
   const u32 empty = shared + OFFSET(SharedMemory, empty) + 8 * slot;
   if constexpr (SEPARATE) {
     warp_arrive_remote(cluster_address(room_at(shared, slot), sender_of(slot)), lane);
+  } else if constexpr (SPACED) {
+    sync_warp();
+    if (EVERY_LANE || lane == 0) {
+#pragma unroll
+      for (u32 rank = 0; rank < CLUSTER; ++rank) barrier_arrive_remote(cluster_address(empty, rank));
+    }
   } else if constexpr (CLUSTER > 1) {
     warp_arrive_remote(cluster_address(empty, slot % CLUSTER), lane);
   } else {

@@ -19,7 +19,7 @@ from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
 from kdacore_cuda.fitted_head_dims import kernel_request
 from kdacore_cuda.gated_delta_variant import state_parts
-from kdacore_cuda.kernel_parameters import MOST_SPACING, ORDERED_SEQUENCES, STEP_TOKENS
+from kdacore_cuda.kernel_parameters import LEAST_SPACING, MOST_SPACING, ORDERED_SEQUENCES, STEP_TOKENS
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
 
 ClustersAtOnce = Callable[[int], int]
@@ -376,9 +376,8 @@ fewer, clusters of four do not wait for what those prepare (bounded), or other f
 _PREPARING_TIMES = {True: (1.5, 1.35, 0.42), False: (1.9, 1.62, 0.68)}
 """By whether gates are bounded, in us on an H200: what a block that helps clusters of two takes for a step; what a step
 of those takes that prepare all of them, and how much less it would be if they prepared none."""
-_LEAST_SHARE, _MOST_SHARE = 1 / 8, 1 - 1 / MOST_SPACING
-"""Of the steps that others prepare for clusters of two: less is not worth a workspace, and more the kernel does not
-take (csrc/sm90/chunk_forward/helped_steps.cuh)."""
+_LEAST_SHARE = 0.15
+"""Of the steps that others prepare for clusters of two: with less, nobody does."""
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
 """Tokens of a short sequence, at most; items of a cluster, at least, where many short sequences have a kernel of
 their own, since uneven parts cost little there."""
@@ -477,12 +476,12 @@ def prepared_share(items: int, preparing: int, bounded: bool) -> float:
     prepare: nine tenths of what they have the time for, so that nobody waits for them."""
     takes, step, saved = _PREPARING_TIMES[bounded]
     part = 0.9 * SCANNERS * preparing / (takes * items)
-    return min(_MOST_SHARE, part * step / (1 + part * saved))
+    return min(0.9, part * step / (1 + part * saved))
 
 
 def own_spacing(share: float) -> int:
-    """:attr:`Clusters.spacing` if others prepare so much of the steps."""
-    return min(MOST_SPACING << 16, int((1 << 16) / (1 - share)) + 1)
+    """:attr:`Clusters.spacing` if others prepare so much of the steps, as far as the kernel can."""
+    return max(LEAST_SPACING, min(MOST_SPACING, int((1 << 16) / (1 - share)) + 1))
 
 
 def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:

@@ -357,9 +357,9 @@ ITEM_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 STEP_TOKENS, SEQUENCE_OVERHEAD_STEPS = 32, 2
 """Chunk forward on Hopper: tokens of a chunk; the fixed cost of a sequence, in chunks, as measured."""
-OWN_START, MOST_SPACING = 3, 3
-"""Where helpers prepare for clusters of two: steps that these prepare first; ``spacing`` behind those, at most, in
-steps: csrc/sm90/chunk_forward/helped_steps.cuh."""
+OWN_START, LEAST_SPACING, MOST_SPACING = 3, (6 << 16) // 5 + 1, 3 << 16
+"""Where helpers prepare for clusters of two: steps that these prepare first; limits of ``spacing`` behind those:
+csrc/sm90/chunk_forward/helped_steps.cuh."""
 TICKETS_BYTES = 128
 """Of its workspace, in front of all else: where clusters draw tickets."""
 
@@ -393,6 +393,7 @@ _CONSTANTS: dict[str, dict[str, object]] = {
         "int STEP_TOKENS": STEP_TOKENS,
         "int SEQUENCE_OVERHEAD_STEPS": SEQUENCE_OVERHEAD_STEPS,
         "unsigned OWN_START": OWN_START,
+        "int LEAST_SPACING": LEAST_SPACING,
         "int MOST_SPACING": MOST_SPACING,
         "unsigned TICKETS_BYTES": TICKETS_BYTES,
     },

@@ -196,11 +196,13 @@ inline void wait_and_clear_flag(u64 flag, u64 value) {
 }
 inline bool barrier_try_briefly(u32 bar, u32 parity) {
   emu::yield();
+  emu::me->warp->polling = true;
   return barrier_test(bar, parity);
 }
 inline bool take_flag(u64 flag, u64 value) {
   if (*(u64*)flag != value) return false;
   *(u64*)flag = 0;
+  emu::me->warp->polling = false;
   return true;
 }
 

@@ -1,16 +1,20 @@
 // Clusters of two with helpers: who prepares which step of a sequence and value head.
 //
 // The cluster's own blocks prepare the first OWN_START steps, while helpers begin, and then, in turns, steps
-// OWN_START + floor(j spacing), j = 0, 1, ...; p.spacing is in units of 2^-16, above 1 and at most LARGEST_SPACING.
+// OWN_START + floor(j spacing), j = 0, 1, ...; p.spacing is in units of 2^-16.
 // Helpers prepare the others of all sequences and value heads: step after step, and within a step one sequence and value
 // head after the other, which they take in turns. So each head's next step is never far behind the others'.
 #pragma once
 
 #include "sm90/chunk_forward/schedule.cuh"
 
-// A block's next own step is at most so much later, or a parity would not tell the phase of its stage's barrier.
-constexpr int LARGEST_SPACING = STAGES / SCANNERS;
-static_assert(!SPACED || LARGEST_SPACING == MOST_SPACING, "the host leaves helpers another part of the steps");
+// Who waits until a stage is free knows the phase of its barrier by a parity: that the step before the last in this
+// stage has been read, what it waited for before says, if that was at most STAGES steps earlier. So there is a limit for
+// the steps between two of a block's own (MOST_SPACING), and for those between two that a block fetches.
+static_assert(!SPACED || (MOST_SPACING * SCANNERS <= (STAGES << 16) && OWN_START <= STAGES),
+              "a block's next step could be more than a ring later");
+static_assert(!SPACED || LEAST_SPACING * (STAGES - 1ll) >= (STAGES << 16),
+              "the next step that a block fetches could be more than a ring later");
 
 // The j-th step that the cluster's own blocks prepare.
 __device__ __forceinline__ int own_step_at(const ChunkForwardParams& p, u32 j) {
@@ -23,9 +27,12 @@ struct HelpedStep {
   int c;
   u32 own;
 };
-__device__ __forceinline__ bool is_own(const ChunkForwardParams& p, const HelpedStep& step) {
-  return own_step_at(p, step.own) == step.c;
+
+// To the next one that a helper prepares.
+__device__ __forceinline__ void to_next_helped(const ChunkForwardParams& p, HelpedStep& step) {
+  for (++step.c; own_step_at(p, step.own) == step.c; ++step.c) ++step.own;
 }
+constexpr HelpedStep BEFORE_FIRST = {-1, 0};
 
 // What a helper prepares: a step of a sequence and value head, their number being `item`.
 struct HelperUnit {
@@ -38,7 +45,7 @@ struct HelperUnit {
     item += units;
     while (item >= items) {
       item -= items;
-      for (++step.c; is_own(p, step); ++step.c) ++step.own;
+      to_next_helped(p, step);
     }
   }
   __device__ __forceinline__ SequenceHead sequence(const ChunkForwardParams& p) const {
@@ -48,7 +55,7 @@ struct HelperUnit {
 };
 // The first of all.
 __device__ __forceinline__ HelperUnit first_helper_unit(const ChunkForwardParams& p) {
-  HelperUnit unit = {p.N * p.HV, {-1, 0}};
+  HelperUnit unit = {p.N * p.HV, BEFORE_FIRST};
   unit.advance(p, 0);
   return unit;
 }

@@ -103,29 +103,24 @@ __device__ __forceinline__ void fetch_stages(const ChunkForwardParams& p, u32 sh
   }
 }
 
-// In clusters of two: what next() looks at, a step at a time, so that it knows the phase of each stage's barrier by
-// its parity. One warp of each block, which has other work and so waits for nothing.
+// In clusters of two: the same, step by step. One warp of each block, which has other work and so waits for nothing.
 struct Fetcher {
   int item, steps;
   HelpedStep step;
 
-  // Whether it was done with a step: prepared by the cluster itself, or asked for. All lanes.
+  // Whether a step was asked for. All lanes.
   __device__ __forceinline__ bool next(const ChunkForwardParams& p, u32 shared, int rank, int lane) {
     if (step.c >= steps) return false;
     const u32 slot = step.c % STAGES, empty = shared + OFFSET(SharedMemory, empty) + 8 * slot;
     if (!shuffle((int)barrier_test(empty, (u32)(step.c / STAGES & 1) ^ 1), 0)) return false;
-    if (is_own(p, step)) {
-      ++step.own;
-    } else {
-      const HelpedChunk from = find_helped_chunk(p, item, step);
-      int there = 0;
-      if (lane == 0) {
-        there = take_flag(from.flags + 8 * rank, p.launch);
-        if (there) fetch_stage(shared, slot, from.image, rank);
-      }
-      if (!shuffle(there, 0)) return false;
+    const HelpedChunk from = find_helped_chunk(p, item, step);
+    int there = 0;
+    if (lane == 0) {
+      there = take_flag(from.flags + 8 * rank, p.launch);
+      if (there) fetch_stage(shared, slot, from.image, rank);
     }
-    ++step.c;
+    if (!shuffle(there, 0)) return false;
+    to_next_helped(p, step);
     return true;
   }
 };

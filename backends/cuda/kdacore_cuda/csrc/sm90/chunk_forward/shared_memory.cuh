@@ -62,7 +62,7 @@ constexpr int SOLVER_BARRIER = SEPARATE || SPACED ? 8 : 1 + GROUPS * SLICES;
 static_assert(STAGES % PREPARERS == 0, "a stage belongs to one block of the cluster");
 // A group at chunk c has finished chunk c - GROUPS * PREPARERS, and before that the chunk STAGES
 // earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
-// enough to tell the phase. If SPACED, a group's next chunk is at most STAGES later: LARGEST_SPACING.
+// enough to tell the phase. Where helpers prepare for clusters of two: helped_steps.cuh.
 static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old");
 // Barriers that say that a solver has read a chunk's sums. A pair of slice warps in a block that only prepares leaves
 // out every third chunk (preparing_block.cuh) and solvers of even and odd chunks do not wait for one another, so with

@@ -48,7 +48,8 @@ __device__ __forceinline__ void spaced_solver_warp(const ChunkForwardParams& p, 
   const u64 first = p.beta + size * (sequence.batch * p.beta_sb + sequence.hv * p.beta_sh);
   // The first warp has less to do for a step than the second.
   const bool fetches = w.pair == 0 && !w.half;
-  Fetcher fetcher = {load_own(shared + OWN_CLUSTER), fetches ? steps : 0, {0, 0}};
+  Fetcher fetcher = {load_own(shared + OWN_CLUSTER), fetches ? steps : 0, BEFORE_FIRST};
+  to_next_helped(p, fetcher.step);
   u32 own = rank + CLUSTER * w.pair;  // of the cluster's own steps
   int c, left;
   u32 beta[2];

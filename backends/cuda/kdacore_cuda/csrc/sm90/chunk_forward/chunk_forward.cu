@@ -152,23 +152,23 @@ __device__ __forceinline__ void run_block(const ChunkForwardParams& p, u32 share
 // the same with helpers, of which this block may be one;
 __device__ __forceinline__ void run_spaced_block(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
   const int solver = warp - SCAN_WARPS - SLICE_WARPS;
-  if (rank == HELPER) {
-    if (solver < 0) {
-      set_role_registers<HELPER_SLICE_REGISTERS>();
-      helper_slice_warp(p, shared, warp);
+  if (rank < HELPER) {
+    if (warp < SCAN_WARPS) {
+      set_role_registers<SCAN_REGISTERS>();
+      scan_warp(p, shared, warp, rank);
+    } else if (solver < 0) {
+      set_role_registers<SLICE_REGISTERS>();
+      spaced_slice_warp(p, shared, warp - SCAN_WARPS, rank);
     } else {
       set_role_registers<SOLVE_REGISTERS>();
-      helper_solver_warp(p, shared, solver);
+      spaced_solver_warp(p, shared, solver, rank);
     }
-  } else if (warp < SCAN_WARPS) {
-    set_role_registers<SCAN_REGISTERS>();
-    scan_warp(p, shared, warp, rank);
   } else if (solver < 0) {
-    set_role_registers<SLICE_REGISTERS>();
-    spaced_slice_warp(p, shared, warp - SCAN_WARPS, rank);
+    set_role_registers<HELPER_SLICE_REGISTERS>();
+    helper_slice_warp(p, shared, warp);
   } else {
     set_role_registers<SOLVE_REGISTERS>();
-    spaced_solver_warp(p, shared, solver, rank);
+    helper_solver_warp(p, shared, solver);
   }
   if (solver >= 0) clear_rows(p, solver);
 }

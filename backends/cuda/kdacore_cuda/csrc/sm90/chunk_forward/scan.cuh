@@ -69,11 +69,12 @@ __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane
   if constexpr (SEPARATE) {
     warp_arrive_remote(cluster_address(room_at(shared, slot), sender_of(slot)), lane);
   } else if constexpr (SPACED) {
-    sync_warp();
-    if (EVERY_LANE || lane == 0) {
-#pragma unroll
-      for (u32 rank = 0; rank < CLUSTER; ++rank) barrier_arrive_remote(cluster_address(empty, rank));
+    if constexpr (EVERY_LANE) {
+      for (u32 rank = 0; rank < CLUSTER; ++rank) warp_arrive_remote(cluster_address(empty, rank), lane);
+      return;
     }
+    sync_warp();
+    if (lane < CLUSTER) barrier_arrive_remote(cluster_address(empty, lane));  // a lane a block
   } else if constexpr (CLUSTER > 1) {
     warp_arrive_remote(cluster_address(empty, slot % CLUSTER), lane);
   } else {
@@ -236,7 +237,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       release();
     }
     const int step = task.stop;
-    const Move move = move_to_step(p, shared, task, uniform(part.sequence.length), step);
+    // If SPACED there is one task. (Without what follows for cut ones, too, the assembler would spill.)
+    const Move move = SPACED ? NO_STEP : move_to_step(p, shared, task, uniform(part.sequence.length), step);
     more = move != NO_STEP;
     if (more) {  // the first values are loaded while this state is written
       if (move == NEXT_HEAD) {

@@ -34,20 +34,25 @@ __device__ __forceinline__ void helper_slice_warp(const ChunkForwardParams& p, u
   set_slice(w, shared, memory, pair % SLICES);
   Source from;
   int left;           // this lane's tokens from the next load on
-  float A_log, bias;  // of the next unit's head, and of a channel of its slice
+  float A_log;        // of the next unit's head
+  u32 bias_bits;      // of a channel of its slice, not converted yet: that would wait for the load
   const auto find_inputs = [&](int slice) {
     const SequenceHead sequence = unit.sequence(p);
     // What comes from the caches is requested before what comes from memory, as answers come in order.
     A_log = p.A_log ? reinterpret_cast<const float*>(p.A_log)[sequence.hv] : 0.0f;
-    bias = w.at.half ? 0.0f : load_own_bias(p, sequence.hv, 32 * slice + w.l.lane);
+    bias_bits = 0;
+    if (p.dt_bias && !w.at.half)
+      bias_bits = load_bits(p.dt_bias + type_size(p.bias_type) * (sequence.hv * K + 32 * slice + w.l.lane), p.bias_type);
     const int token = unit.step.c * C + w.at.half * HALF + 2 * w.l.p;
     left = (int)p.T - token;
     from = make_source(p, sequence, w.l, slice, token);
   };
+  const float inverse_of_bound = 1.0f / p.lower_bound;
   Gate gate;
   const auto store_gate = [&] {
     const u32 to = memory + OFFSET(PairMemory, bias) + 128 * (w.at.slice >> 1);
-    gate = make_gate<BOUNDED>(p.gate, A_log, 1.0f / p.lower_bound);
+    gate = make_gate<BOUNDED>(p.gate, A_log, inverse_of_bound);
+    float bias = held_bias(from_bits(bias_bits, p.bias_type));
     const bool softplus = !BOUNDED && gate.kind == GATE_SOFTPLUS;
     if (softplus) {
       bias += gate.shift;

@@ -100,8 +100,8 @@ CHUNK_FORWARD = ParamStruct(
 ``clusters``: how many clusters share all sequences and heads; 0: each has a cluster of its own. ``workspace``: room
 for the states of sequences that two clusters share and, behind them, one flag a warp that says its part is written; or
 for the chunks that helpers prepare and, behind them, one flag a scanning block that says a chunk is written.
-``spacing``: where helpers prepare for clusters of two, from one step that a cluster prepares itself to the next, in
-1/65536: csrc/sm90/chunk_forward/helped_steps.cuh. ``launch``: the value of a raised flag, different for every launch."""
+``launch``: the value of a raised flag, different for every launch. ``spacing``: where helpers prepare for clusters of
+two, from one step that a cluster prepares itself to the next, in 1/65536: csrc/sm90/chunk_forward/helped_steps.cuh."""
 
 RECURRENT = ParamStruct(
     "RecurrentParams",

@@ -36,7 +36,7 @@ def prepared_steps_bytes(T: int, items: int) -> int:
 
 
 def spaced_steps_bytes(T: int, items: int, spacing: int) -> int:
-    """The same where clusters of two prepare the steps that are ``spacing`` apart, in 1/65536, and others those between:
+    """The same where clusters of two prepare steps that are ``spacing`` apart, in 1/65536, and others those between:
     each with its flags in 128 bytes behind it."""
     later = max(-(-T // STEP_TOKENS) - OWN_START, 0)
     own = -(-(later << 16) // spacing)

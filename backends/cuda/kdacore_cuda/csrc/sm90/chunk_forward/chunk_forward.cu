@@ -48,7 +48,8 @@ static_assert(!SCAN_REGISTERS ||
                   SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGISTERS,
               "more registers than there are");
 // Those of the twelve slice warps of a helper of clusters of two.
-constexpr int HELPER_SLICE_REGISTERS = (REGISTERS - SOLVE_REGISTERS * SOLVER_SLOTS) / (SCAN_WARPS + SLICE_WARPS) / 8 * 8;
+constexpr int HELPER_SLICE_REGISTERS =
+    (REGISTERS - SOLVE_REGISTERS * SOLVER_SLOTS) / (SCAN_WARPS + SLICE_WARPS) / 8 * 8;
 
 __device__ __forceinline__ void init_barriers(u32 shared, int rank) {
   if (thread_index() < STAGES) {

@@ -42,7 +42,8 @@ __device__ __forceinline__ void helper_slice_warp(const ChunkForwardParams& p, u
     A_log = p.A_log ? reinterpret_cast<const float*>(p.A_log)[sequence.hv] : 0.0f;
     bias_bits = 0;
     if (p.dt_bias && !w.at.half)
-      bias_bits = load_bits(p.dt_bias + type_size(p.bias_type) * (sequence.hv * K + 32 * slice + w.l.lane), p.bias_type);
+      bias_bits = load_bits(p.dt_bias + type_size(p.bias_type) * (sequence.hv * K + 32 * slice + w.l.lane),
+                            p.bias_type);
     const int token = unit.step.c * C + w.at.half * HALF + 2 * w.l.p;
     left = (int)p.T - token;
     from = make_source(p, sequence, w.l, slice, token);
@@ -97,8 +98,8 @@ __device__ __forceinline__ void helper_solver_warp(const ChunkForwardParams& p, 
     const SequenceHead x = unit.sequence(p);
     const int token = unit.step.c * C + HALF * w.half + 2 * w.l.p;
     left = (int)p.T - token;
-    load_beta(p, p.beta + size * (x.batch * p.beta_sb + x.hv * p.beta_sh + token * p.beta_st), size * p.beta_st,
-              left, beta);
+    load_beta(p, p.beta + size * (x.batch * p.beta_sb + x.hv * p.beta_sh + token * p.beta_st),
+              size * p.beta_st, left, beta);
   };
   const auto wait = [](u32 barrier, u32 parity) { barrier_wait(barrier, parity); };
   load();

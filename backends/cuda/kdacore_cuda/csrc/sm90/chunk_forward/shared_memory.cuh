@@ -163,7 +163,8 @@ struct SharedMemory {
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
-static_assert(!(SEPARATE || SPACED) || GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES<true>) * STAGE_PITCH,
+static_assert(!(SEPARATE || SPACED) ||
+                  GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES<true>) * STAGE_PITCH,
               "no room for a second set of sums");
 // Barrier of a stage, if SEPARATE. In a preparing block: the scanning blocks have read this stage, it may be
 // overwritten. In a scanning block, of the stages that a helper's chunks are copied to: this block has. If SPACED, in

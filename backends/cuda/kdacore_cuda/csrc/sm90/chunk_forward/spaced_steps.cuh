@@ -10,7 +10,8 @@ __device__ __forceinline__ SequenceHead own_sequence(const ChunkForwardParams& p
   return dense_sequence(p, task.n, task.hv);
 }
 
-__device__ __forceinline__ void spaced_slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+__device__ __forceinline__ void spaced_slice_warp(const ChunkForwardParams& p, u32 shared, int warp,
+                                                  int rank) {
   const int steps = steps_of_length((int)p.T);
   u32 own = rank;  // of the cluster's own steps
   int c = own_step_at(p, own);
@@ -40,7 +41,8 @@ __device__ __forceinline__ void spaced_slice_warp(const ChunkForwardParams& p, u
   }
 }
 
-__device__ __forceinline__ void spaced_solver_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+__device__ __forceinline__ void spaced_solver_warp(const ChunkForwardParams& p, u32 shared, int warp,
+                                                   int rank) {
   const SolverWarp w = make_solver_warp(shared, warp);
   const SequenceHead sequence = own_sequence(p, shared);
   const int steps = steps_of_length((int)p.T);

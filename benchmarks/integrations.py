@@ -297,6 +297,7 @@ def model(name: str, build: Callable[[], Any], rounds: int, tokens: int = 4096, 
         found = network(x, labels=x)
         losses[side], logits[side] = float(found.loss.detach()), found.logits.detach().float()
         del found
+        print(f"{name}, {side}: first forward", flush=True)
     _hold(f"{name}, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
     errors = _errors(f"{name}, logits", _float32_logits(network, x), logits)
     del logits
@@ -359,8 +360,11 @@ def _speeds(
                 start = time.perf_counter()
                 step()
                 torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
                 if counted:
-                    samples[side].append(count / (time.perf_counter() - start))
+                    samples[side].append(count / seconds)
+                else:
+                    print(f"{model}, {what}, {side}: a first run in {seconds:.1f} s", flush=True)
         rows.append(_row(f"{model}, {what}", samples, "tokens/s"))
     return rows
 

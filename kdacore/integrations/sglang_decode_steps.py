@@ -131,7 +131,7 @@ def _step(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The windows, the states and the rows of a layer's step of one token a sequence; None where SGLang computes it:
     other kernels than its Triton ones, states that are replayed, projections that are not one array."""
-    if not handover.is_active() or not isinstance(mixed_qkv, Tensor):
+    if not handover.is_active() or not all(isinstance(x, Tensor) for x in (mixed_qkv, layer.conv_weights)):
         return None
     kernel = backend.kernel_dispatcher.decode_kernel
     if type(kernel).__name__ not in _KERNELS or not getattr(kernel, "supports_packed_decode", True):

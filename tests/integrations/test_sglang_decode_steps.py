@@ -168,6 +168,9 @@ def test_other_steps_are_left_to_sglang(package: None, name: str) -> None:
     step.backend.forward_metadata.mamba_cache_indices = ROWS[:2]
     assert step.run() == THEIRS
     step.backend.forward_metadata.mamba_cache_indices = ROWS
+    weights, step.layer.conv_weights = step.layer.conv_weights, step.layer.conv_weights.split(step.H * K)
+    assert step.run() == THEIRS
+    step.layer.conv_weights = weights
     step.backend.kernel_dispatcher.decode_kernel = object()
     assert step.run() == THEIRS
     step.check_left_alone(list(range(SLOTS)))

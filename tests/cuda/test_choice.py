@@ -47,8 +47,8 @@ def chosen(request: Request, multiprocessors: int = 132, rate: float = H100, fou
     return choose(request, Figures(arch, multiprocessors, at_once, lambda: rate))
 
 
-def packed(heads: int, **fields: Any) -> Request:
-    return call(heads, packed=True, arrays=("cu_seqlens",), **fields)
+def packed(heads: int, *, arrays: tuple[str, ...] = (), **fields: Any) -> Request:
+    return call(heads, packed=True, arrays=("cu_seqlens", *arrays), **fields)
 
 
 def gated_delta(heads: int, **fields: Any) -> Request:
@@ -349,8 +349,11 @@ def test_clusters_that_prepare() -> None:
     assert [clusters_of(call(n, **BOUNDED)).preparing for n in (23, 24, 25)] == [0, 6, 0]
     assert [clusters_of(call(24, T, **BOUNDED)).preparing for T in (1023, 1024)] == [0, 6]
     assert [clusters_of(call(n)).preparing for n in (23, 24, 25)] == [6, 6, 0]
-    assert clusters_of(call(24, arrays=("state_indices",), **BOUNDED)).preparing == 0
-    assert clusters_of(packed(24, **BOUNDED)).preparing == 0
+    assert clusters_of(call(24, arrays=("state_indices",), **BOUNDED)).preparing == 6
+    assert clusters_of(packed(24, arrays=("state_indices",), **BOUNDED)).preparing == 6
+    for arrays in ((), ("state_indices",)):  # several sequences may have other steps than the first
+        several = call(12, B=2, N=2, arrays=arrays, **BOUNDED)
+        assert clusters_of(several).preparing == (0 if arrays else 6)
     assert clusters_of(call(24, **BOUNDED), four=29).preparing == 0
 
 

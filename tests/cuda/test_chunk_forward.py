@@ -321,6 +321,28 @@ def test_helpers_change_no_bits(
     assert ["-HELPERS1" in name for name in emulated[-2:]] == [False, True]
 
 
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize(("length", "row"), [(230, 2), (97, 1), (300, -1), (0, 0), (1, 3)])
+def test_helpers_of_a_pack_of_one_sequence(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, length: int, row: int, options: dict[str, Any]
+) -> None:
+    """As engines call it: padded behind the sequence, whose state is a row of a pool, or has none."""
+    use_cluster(monkeypatch, 4)
+    pool = torch.randn(4, 5, 128, 128)
+    found = []
+    for used in (False, True):
+        use_helpers(monkeypatch, used)
+        states = pool.clone()
+        offsets, rows = torch.tensor([0, length]), torch.tensor([row])
+        own = {"initial_state": states, "state_indices": rows, "cu_seqlens": offsets}
+        o = run(draw(1, 300, 1, 5, **own), inplace_state=True, output_final_state=True, **options).o
+        found.append((o[:, :length], states))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert ["-HELPERS1" in name for name in emulated[-2:]] == [False, True]
+    assert row < 0 or length == 0 or not torch.equal(found[1][1][row], pool[row])
+
+
 def test_helpers_against_the_oracle(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     use_cluster(monkeypatch, 4)
     use_helpers(monkeypatch, True)
@@ -374,7 +396,7 @@ def test_a_solver_warp_that_falls_behind(
 
 
 @pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])
-def test_sequences_that_may_be_padding_have_no_helpers(
+def test_several_sequences_that_may_be_padding_have_no_helpers(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]
 ) -> None:
     """Sequences without a slot have no steps, so a helper would leave a scanning block waiting for ever."""

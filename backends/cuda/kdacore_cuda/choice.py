@@ -382,8 +382,9 @@ def choose_clusters(r: Request, device: Figures) -> Clusters:
     looks_up = r.packed or r.has("state_indices")
     whole = not (looks_up or r.checkpoint_every or r.checkpoint_count)
     many_short = whole and are_many_short(r.T, items, size, resident)
-    # Those and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
-    prepared = not (resident or looks_up)
+    # Blocks that prepare and those that wait for them take every sequence to have the steps of the first, so of several
+    # none may be shorter or padding.
+    prepared = not resident and (r.N == 1 or not looks_up)
     preparing = preparing_clusters(items, r.T, size, has_bounded_gate(r), device) if prepared else 0
     return Clusters(size, resident, preparing, many_short)
 

@@ -118,7 +118,7 @@ FORMS: dict[str, tuple[Request, str]] = {
             decoding(16, 32, inplace_state=True), record_update=(32, 4, 16, 128), record_indices=(32,)
         ),
         "decode: the kernel for several tokens a sequence, 32 sequences of 16 heads, one block a head, "
-        "candidates by records",
+        "candidates by records, 16 sequences at once, others in turn",
     ),
     "the fused decode step by records, float16 states": (
         with_arrays(
@@ -596,6 +596,34 @@ def test_several_tokens_in_a_pool(name: str) -> None:
         assert "several tokens" in found.why
         for change in ({"inplace_state": False}, {"state_dtype": "float16"}, {"state_indices_ndim": 0}):
             assert chosen(dataclasses.replace(several, **change)).mode == RecurrentMode.GENERAL
+
+
+@pytest.mark.parametrize(
+    ("heads", "N", "at_once"),
+    [
+        (32, 12, 0),
+        (32, 13, 8),
+        (32, 32, 8),
+        (24, 17, 11),
+        (6, 66, 0),
+        (6, 67, 44),
+        (96, 32, 0),
+        (128, 32, 2),
+        (300, 4, 0),
+    ],
+)
+def test_sequences_in_turn(heads: int, N: int, at_once: int) -> None:
+    """Where there are more heads than find room at once, and most places have a block of their own."""
+    request = decoding(heads, N, inplace_state=True, packed=True)
+    for r in (request, dataclasses.replace(request, batch_invariant=True)):
+        assert (f" {at_once} sequences at once, others in turn" in chosen(r).why) == (at_once > 0)
+    for r in (
+        decoding(heads, N),
+        dataclasses.replace(request, state_dtype="bfloat16"),
+        dataclasses.replace(request, device=Device("cuda", 0, "sm_100")),
+        decoding(heads, N, 2, scalar=True, inplace_state=True, packed=True),
+    ):
+        assert "in turn" not in chosen(r).why
 
 
 def test_the_fused_decode_step_without_clusters() -> None:

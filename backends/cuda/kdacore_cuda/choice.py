@@ -516,6 +516,8 @@ def _choose_decode(r: Request, device: Figures) -> Choice:
         ]
     if r.has("record_update"):
         parts.append("candidates by records")
+    if at_once := sequences_in_turn(r, mode, split, device):
+        parts.append(f"{at_once} sequences at once, others in turn")
     return Choice("decode", ", ".join([serves[mode], amount_of(r), *parts]), mode=mode, split=split)
 
 
@@ -537,6 +539,27 @@ def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -
     fitting = [x for x in splits if x.heads == heads]
     most = device.multiprocessors
     return max(x for x in fitting if x.slices == 1 or items * x.slices <= _BLOCKS_AT_ONCE[x.slices] * most)
+
+
+BLOCKS_IN_TURN = 2
+"""Blocks of a multiprocessor, by shared memory, where each takes several sequences in turn."""
+_LEAST_AT_ONCE = 3
+"""Heads for each multiprocessor beyond which they do: as many blocks with one head each find room."""
+_LEAST_BUSY = 0.75
+"""The part of these places that must have a block: their number is a multiple of the heads."""
+
+
+def sequences_in_turn(r: Request, mode: RecurrentMode, split: Split, device: Figures) -> int:
+    """Sequences that run side by side where blocks take several of them in turn; 0 where each takes one. Both give the
+    same bits."""
+    whole = mode == RecurrentMode.ONE_TOKEN and split == Split(1, 1, True) and not decodes_one_token(r)
+    if not whole or r.state_dtype != "float32" or device.arch != HOPPER:
+        return 0
+    if _LEAST_AT_ONCE * device.multiprocessors >= r.N * r.HV:
+        return 0
+    places = BLOCKS_IN_TURN * device.multiprocessors
+    at_once = places // r.HV
+    return at_once if at_once * r.HV >= _LEAST_BUSY * places else 0
 
 
 def decodes_one_token(r: Request) -> bool:

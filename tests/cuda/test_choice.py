@@ -118,7 +118,7 @@ FORMS: dict[str, tuple[Request, str]] = {
             decoding(16, 32, inplace_state=True), record_update=(32, 4, 16, 128), record_indices=(32,)
         ),
         "decode: the kernel for several tokens a sequence, 32 sequences of 16 heads, one block a head, "
-        "candidates by records, 16 sequences at once, others in turn",
+        "candidates by records",
     ),
     "the fused decode step by records, float16 states": (
         with_arrays(
@@ -612,9 +612,11 @@ def test_several_tokens_in_a_pool(name: str) -> None:
         (300, 4, 0),
     ],
 )
-def test_sequences_in_turn(heads: int, N: int, at_once: int) -> None:
+def test_sequences_in_turn(heads: int, N: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are more heads than find room at once, and most places have a block of their own."""
     request = decoding(heads, N, inplace_state=True, packed=True)
+    assert "in turn" not in chosen(request).why
+    monkeypatch.setattr(choice, "USE_TURNS", True)
     for r in (request, dataclasses.replace(request, batch_invariant=True)):
         assert (f" {at_once} sequences at once, others in turn" in chosen(r).why) == (at_once > 0)
     for r in (

@@ -15,6 +15,7 @@ from record_calls import PARTS, apart
 from test_decode_tokens import FEW, PLAIN_CALLS, by_states, verified_and_decoded
 
 from kdacore.types import DecodeInputs
+from kdacore_cuda import choice
 from kdacore_cuda.choice import Split
 from kdacore_cuda.forms.decode import forward as decode
 from kdacore_cuda.runtime import torch_launch
@@ -23,6 +24,11 @@ NAME = "decode_sequences"
 WHOLE = Split(1, 1, True)
 WAYS = ("records", "records, windows", "states", "states, windows")
 HEADS: dict[str, Any] = {"HV": 1, "K": 128}
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "USE_TURNS", True)
 
 
 @pytest.fixture

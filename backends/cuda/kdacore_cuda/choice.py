@@ -541,6 +541,9 @@ def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -
     return max(x for x in fitting if x.slices == 1 or items * x.slices <= _BLOCKS_AT_ONCE[x.slices] * most)
 
 
+USE_TURNS = False
+"""Whether blocks take sequences in turn at all: not before a GPU has run and timed that kernel (the log of the fused
+decode step has what is predicted)."""
 BLOCKS_IN_TURN = 2
 """Blocks of a multiprocessor, by shared memory, where each takes several sequences in turn."""
 _LEAST_AT_ONCE = 3
@@ -553,7 +556,7 @@ def sequences_in_turn(r: Request, mode: RecurrentMode, split: Split, device: Fig
     """Sequences that run side by side where blocks take several of them in turn; 0 where each takes one. Both give the
     same bits."""
     whole = mode == RecurrentMode.ONE_TOKEN and split == Split(1, 1, True) and not decodes_one_token(r)
-    if not whole or r.state_dtype != "float32" or device.arch != HOPPER:
+    if not USE_TURNS or not whole or r.state_dtype != "float32" or device.arch != HOPPER:
         return 0
     if _LEAST_AT_ONCE * device.multiprocessors >= r.N * r.HV:
         return 0

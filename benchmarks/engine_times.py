@@ -2,8 +2,9 @@
 docs/guide/serving-engines.md and its picture from ``benchmarks/results/h200/engine-steps.json``; ``--check`` exits 1
 where they are not what it would write.
 
-A run in the record is one process of an engine: wall-clock milliseconds of its steps, and microseconds of GPU time
-by kernel from a profile of a step. What a layer computes between its projections is found by the kernels' names.
+A run in the record is an engine with one set of kernels: wall-clock milliseconds of its steps, samples of several
+processes that measured in turn with those of the other set, and microseconds of GPU time by kernel from a profile of a
+step. What a layer computes between its projections is found by the kernels' names.
 """
 
 from __future__ import annotations
@@ -46,23 +47,34 @@ def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
     return [(both["own"], both["kdacore"]) for both in found.values() if len(both) == 2]
 
 
+def _samples(run: Run, step: str) -> list[float]:
+    return [ms for process in run["ms"][step] for ms in process]
+
+
 def _span(samples: list[float]) -> str:
     return f"{statistics.median(samples):.3g} [{min(samples):.3g} to {max(samples):.3g}]"
+
+
+def _faster(theirs: list[float], ours: list[float]) -> str:
+    """The ratio of the medians, and whether the ranges of all samples overlap."""
+    ratio = f"{statistics.median(theirs) / statistics.median(ours):.2f}x"
+    return f"**{ratio}**" if max(ours) < min(theirs) else f"{ratio}, ranges overlap"
 
 
 def table(runs: list[Run]) -> str:
     lines = [
         "| model | step | between the projections, GPU ms: vLLM, kdacore | whole step, GPU time "
-        "| wall clock, ms: vLLM | kdacore |",
-        "|---|---|---|---|---|---|",
+        "| wall clock, ms: vLLM | kdacore | |",
+        "|---|---|---|---|---|---|---|",
     ]
     for own, ours in pairs(runs):
         for step, kernels in own["us"].items():
             theirs, mine = between_projections(kernels), between_projections(ours["us"][step])
             whole = sum(kernels.values()) / sum(ours["us"][step].values())
+            passed = _samples(own, step), _samples(ours, step)
             lines.append(
                 f"| {own['model']} | {step} | {theirs / 1e3:.3g}, {mine / 1e3:.3g}: **{theirs / mine:.2f}x** "
-                f"| {whole:.2f}x | {_span(own['ms'][step])} | {_span(ours['ms'][step])} |"
+                f"| {whole:.2f}x | {_span(passed[0])} | {_span(passed[1])} | {_faster(*passed)} |"
             )
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ def _torch_path(module: Any) -> Iterator[None]:
 
 def _float32_logits(network: Any, x: torch.Tensor) -> torch.Tensor:
     """The logits of a model with the same weights, in float32, its delta rule computed by torch."""
-    with _torch_path(sys.modules[type(network).__module__]), torch.no_grad():
+    with _torch_path(_module(network)), torch.no_grad():
         logits: torch.Tensor = copy.deepcopy(network).float()(x).logits
     return logits
 
@@ -297,6 +297,7 @@ def model(name: str, build: Callable[[], Any], rounds: int, tokens: int = 4096, 
         found = network(x, labels=x)
         losses[side], logits[side] = float(found.loss.detach()), found.logits.detach().float()
         del found
+        print(f"{name}, {side}: first forward", flush=True)
     _hold(f"{name}, loss", abs(losses["kdacore"] - losses["fla"]) / losses["fla"])
     errors = _errors(f"{name}, logits", _float32_logits(network, x), logits)
     del logits
@@ -335,6 +336,25 @@ def fla_model(rounds: int, tokens: int = 8192, decoded: int = 64) -> Rows:
     ]
 
 
+def _module(network: Any) -> Any:
+    """The module of transformers that a model is from."""
+    return sys.modules[type(network).__module__]
+
+
+def _base(switch: Callable[[str], None], step: Callable[[], None]) -> tuple[str, str | None]:
+    """What kdacore is compared with: flash-linear-attention's kernels, or the model's own functions and the reason,
+    where those refuse the step, as their backward of the gated delta rule does on Hopper with Triton before 3.7.1."""
+    switch("fla")
+    try:
+        step()
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # out of memory and the like
+            raise
+        print(f"flash-linear-attention: {error}", flush=True)
+        return "torch", str(error)
+    return "fla", None
+
+
 def _speeds(
     model: str, network: Any, x: torch.Tensor, decoded: int, rounds: int, switch: Callable[[str], None]
 ) -> Rows:
@@ -351,17 +371,24 @@ def _speeds(
 
     rows: Rows = []
     for what, step, count in (("training", train, x.shape[1]), ("decoding", decode, decoded)):
-        samples: dict[str, list[float]] = {side: [] for side in SIDES}
+        theirs, refused = ("fla", None) if what == "decoding" else _base(switch, step)
+        samples: dict[str, list[float]] = {theirs: [], "kdacore": []}
         for counted in (False, False, *[True] * rounds):
-            for side in SIDES:
+            for side in samples:
                 switch(side)
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                step()
-                torch.cuda.synchronize()
+                with _torch_path(_module(network)) if side == "torch" else nullcontext():
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    step()
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
                 if counted:
-                    samples[side].append(count / (time.perf_counter() - start))
-        rows.append(_row(f"{model}, {what}", samples, "tokens/s"))
+                    samples[side].append(count / seconds)
+                else:
+                    print(f"{model}, {what}, {side}: a first run in {seconds:.1f} s", flush=True)
+        rows.append(
+            {**_row(f"{model}, {what}", samples, "tokens/s"), **({"refused": refused} if refused else {})}
+        )
     return rows
 
 

@@ -1,9 +1,16 @@
-"""The gate of serving engines: bounded where they name a bound."""
+"""Options of serving engines' calls: projections as they come, and gates that are bounded where they name a bound."""
 
 from __future__ import annotations
 
 from typing import Any
 
+RAW: dict[str, Any] = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "state_v_first": True,
+}
+"""Options of a call on a layer's projections as they come: raw gates, logits of beta, q and k not normalised."""
 _LOWEST_SAFE_BOUND = -5.0
 """The lowest bound that ``safe_gate`` may promise."""
 

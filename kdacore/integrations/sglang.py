@@ -2,7 +2,8 @@
 
 SGLang finds :func:`plugin` by its entry point. It does nothing unless ``KDACORE_INTEGRATIONS`` names ``sglang``; then
 hooks are registered around the methods of SGLang's two Triton kernel classes: prefill, decoding, packed decoding, and
-the verification of drafted tokens. They apply where SGLang uses these classes (``--linear-attn-backend triton``).
+the verification of drafted tokens. They apply where SGLang uses these classes (``--linear-attn-backend triton``), and
+there the decode steps of its attention backends are replaced as well (:mod:`kdacore.integrations.sglang_decode_steps`).
 A call that kdacore would not serve, or only by its reference backend, stays with SGLang.
 """
 
@@ -21,6 +22,7 @@ from kdacore.integrations import (
 )
 from kdacore.integrations.handover import Handover, compute_or_leave
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
+from kdacore.integrations.sglang_decode_steps import MODULES, DecodeSteps
 
 _KERNELS = "sglang.srt.layers.attention.linear.kernels"
 KDA_KERNEL = f"{_KERNELS}.kda_triton.TritonKDAKernel"
@@ -71,6 +73,7 @@ _HANDOVERS = {
     f"{kernel}.{method}": _handover(kernel, method) for kernel in TRANSLATIONS for method in METHODS
 }
 """By the dotted path of the method."""
+_decode_steps = DecodeSteps(is_active)
 _registered = False
 _patches = Patches()
 
@@ -97,21 +100,22 @@ def activate() -> None:
             handover.hook.place = f"{method}, hooked"
         _registered = True
     _active = True
-    for module in sglang_tracked_states.OBSERVED:
-        later_imports.when_imported(module, _observe)
+    for module in MODULES:
+        later_imports.when_imported(module, _replace)
 
 
 def deactivate() -> None:
     """Leave every call to SGLang again. The hooks stay and pass every call on."""
     global _active
-    later_imports.forget(_observe)
+    later_imports.forget(_replace)
     _patches.undo()
+    _decode_steps.forget_places()
     _active = False
 
 
 def status() -> tuple[HookStatus, ...]:
     """Each method, where it is hooked, and how many of its calls in this process kdacore took and declined."""
-    return tuple([handover.hook.status() for handover in _HANDOVERS.values()])
+    return (*[handover.hook.status() for handover in _HANDOVERS.values()], *_decode_steps.status())
 
 
 def around(path: str) -> Callable[..., Any]:
@@ -138,5 +142,6 @@ def around(path: str) -> Callable[..., Any]:
     return hook
 
 
-def _observe(module: ModuleType) -> None:
+def _replace(module: ModuleType) -> None:
     sglang_tracked_states.observe(module, _patches)
+    _decode_steps.replace(module, _patches)

@@ -18,7 +18,7 @@ from typing import Any
 
 from kdacore import integrations
 from kdacore.compat.call import Call
-from kdacore.integrations import later_imports
+from kdacore.integrations import fused_steps, later_imports
 from kdacore.integrations import vllm_arguments as kda
 from kdacore.integrations import vllm_decode_arguments as decode
 from kdacore.integrations import vllm_gdn_arguments as gdn
@@ -91,7 +91,7 @@ _FUSED: tuple[Translator, ...] = (
     decode.gdn_decode_step,
     decode.fused_gdn_decode_post_conv_mtp,
 )
-_WHY_LEFT = dict.fromkeys(_FUSED, decode.why_left)
+_WHY_LEFT = dict.fromkeys(_FUSED, fused_steps.why_left)
 
 _active = False
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
-from kdacore.integrations.gates import bounded_gate
+from kdacore.integrations.gates import RAW, bounded_gate
 from kdacore.integrations.packed_arguments import of_each_sequence, packed_heads
-from kdacore.integrations.vllm_pools import NULL_BLOCK, RAW, RAW_IN_POOL, required
+from kdacore.integrations.vllm_pools import NULL_BLOCK, RAW_IN_POOL, required
 
 
 def _options(lower_bound: float | None) -> dict[str, Any]:

@@ -7,27 +7,12 @@ convolution ``[rows, D, L]``, in pools whose row 0 belongs to padding.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
 from kdacore.integrations.gates import bounded_gate
-from kdacore.integrations.handover import was_asked_for
 from kdacore.integrations.vllm_pools import RAW_IN_POOL
-from kdacore.types import Selection
-
-
-def why_left(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a fused step stays with vLLM; empty where it does not.
-
-    There are records of fused steps for the CUDA backend alone, so another computes them only where it was asked for.
-    """
-    if selection.request.device.type == "cpu" or selection.backend == "cuda" or was_asked_for(selection):
-        return ""
-    reasons = [str(r) for c in selection.candidates if c.backend == "cuda" for r in c.reasons]
-    return "; ".join(["fused decode steps of vLLM are replaced by the cuda backend alone", *reasons])
 
 
 def kda_decode_step(

@@ -10,20 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from kdacore.errors import ContractError
+from kdacore.integrations.gates import RAW
 from kdacore.integrations.packed_arguments import of_each_sequence
 
 NULL_BLOCK = 0
 """The row of the pool that vLLM gives to padding."""
 
-RAW: dict[str, Any] = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-    "state_v_first": True,
-}
-"""Options of a call on a layer's projections as they come: raw gates, logits of beta, q and k not normalised."""
 RAW_IN_POOL: dict[str, Any] = {**RAW, "inplace_state": True, "null_index": NULL_BLOCK}
-"""The same of a call whose states are read and written in vLLM's pool."""
+"""Options of a call on projections as they come, whose states are read and written in vLLM's pool."""
 
 
 def in_pool(

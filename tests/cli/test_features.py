@@ -66,9 +66,9 @@ def writes_elsewhere(request: Request) -> bool:
         ("pool to write", lambda r: bool(r.write_pool_size)),
         ("checkpoints at chosen tokens", lambda r: bool(r.checkpoint_count)),
         ("records of candidates", lambda r: r.has("record_update") and r.op != "commit_records"),
-        ("accepted tokens", lambda r: r.state_indices_ndim == 2),
+        ("accepted tokens", lambda r: r.state_indices_ndim == 2 and not r.has("conv_windows")),
         ("read-only pool", lambda r: r.read_only_state),
-        ("K = V = 256", lambda r: r.K == 256),
+        ("K = V = 256", lambda r: r.K == r.V == 256),
         ("chunks of 32", lambda r: r.chunk_size == 32),
     ],
 )

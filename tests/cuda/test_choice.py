@@ -47,8 +47,8 @@ def chosen(request: Request, multiprocessors: int = 132, rate: float = H100, fou
     return choose(request, Figures(arch, multiprocessors, at_once, lambda: rate))
 
 
-def packed(heads: int, **fields: Any) -> Request:
-    return call(heads, packed=True, arrays=("cu_seqlens",), **fields)
+def packed(heads: int, *, arrays: tuple[str, ...] = (), **fields: Any) -> Request:
+    return call(heads, packed=True, arrays=("cu_seqlens", *arrays), **fields)
 
 
 def gated_delta(heads: int, **fields: Any) -> Request:
@@ -343,8 +343,10 @@ def test_clusters_of_four() -> None:
     assert [clusters_of(call(n, **BOUNDED), four=24).size for n in (32, 33)] == [4, 2]
 
 
-def test_clusters_of_two_that_others_prepare_for() -> None:
+def test_clusters_of_two_that_others_prepare_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 37 items on; not in packs, nor with rows of a pool, which keep clusters of four."""
+    assert [clusters_of(call(n, **BOUNDED))[:3] for n in (40, 48)] == [(4, 30, 0), (2, 0, 0)]
+    monkeypatch.setattr(choice, "HELP_CLUSTERS_OF_TWO", True)
     found = {n: clusters_of(call(n, **BOUNDED)) for n in (36, 37, 40, 48, 60, 61)}
     assert {n: (x.size, x.resident, x.preparing, bool(x.spacing)) for n, x in found.items()} == {
         36: (4, 30, 0, False),
@@ -371,8 +373,11 @@ def test_clusters_that_prepare() -> None:
     assert [clusters_of(call(n, **BOUNDED)).preparing for n in (23, 24, 25)] == [0, 6, 0]
     assert [clusters_of(call(24, T, **BOUNDED)).preparing for T in (1023, 1024)] == [0, 6]
     assert [clusters_of(call(n)).preparing for n in (23, 24, 25)] == [6, 6, 0]
-    assert clusters_of(call(24, arrays=("state_indices",), **BOUNDED)).preparing == 0
-    assert clusters_of(packed(24, **BOUNDED)).preparing == 0
+    assert clusters_of(call(24, arrays=("state_indices",), **BOUNDED)).preparing == 6
+    assert clusters_of(packed(24, arrays=("state_indices",), **BOUNDED)).preparing == 6
+    for arrays in ((), ("state_indices",)):  # several sequences may have other steps than the first
+        several = call(12, B=2, N=2, arrays=arrays, **BOUNDED)
+        assert clusters_of(several).preparing == (0 if arrays else 6)
     assert clusters_of(call(24, **BOUNDED), four=29).preparing == 0
 
 
@@ -615,6 +620,36 @@ def test_several_tokens_in_a_pool(name: str) -> None:
         assert "several tokens" in found.why
         for change in ({"inplace_state": False}, {"state_dtype": "float16"}, {"state_indices_ndim": 0}):
             assert chosen(dataclasses.replace(several, **change)).mode == RecurrentMode.GENERAL
+
+
+@pytest.mark.parametrize(
+    ("heads", "N", "at_once"),
+    [
+        (32, 12, 0),
+        (32, 13, 8),
+        (32, 32, 8),
+        (24, 17, 11),
+        (6, 66, 0),
+        (6, 67, 44),
+        (96, 32, 0),
+        (128, 32, 2),
+        (300, 4, 0),
+    ],
+)
+def test_sequences_in_turn(heads: int, N: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more heads than find room at once, and most places have a block of their own."""
+    request = decoding(heads, N, inplace_state=True, packed=True)
+    assert "in turn" not in chosen(request).why
+    monkeypatch.setattr(choice, "USE_TURNS", True)
+    for r in (request, dataclasses.replace(request, batch_invariant=True)):
+        assert (f" {at_once} sequences at once, others in turn" in chosen(r).why) == (at_once > 0)
+    for r in (
+        decoding(heads, N),
+        dataclasses.replace(request, state_dtype="bfloat16"),
+        dataclasses.replace(request, device=Device("cuda", 0, "sm_100")),
+        decoding(heads, N, 2, scalar=True, inplace_state=True, packed=True),
+    ):
+        assert "in turn" not in chosen(r).why
 
 
 def test_the_fused_decode_step_without_clusters() -> None:

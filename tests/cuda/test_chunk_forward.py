@@ -406,6 +406,28 @@ def test_every_lane_arriving_changes_no_bit_with_helpers(
     assert torch.equal(got.final_state, want.final_state)
 
 
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize(("length", "row"), [(230, 2), (97, 1), (300, -1), (0, 0), (1, 3)])
+def test_helpers_of_a_pack_of_one_sequence(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, length: int, row: int, options: dict[str, Any]
+) -> None:
+    """As engines call it: padded behind the sequence, whose state is a row of a pool, or has none."""
+    use_cluster(monkeypatch, 4)
+    pool = torch.randn(4, 5, 128, 128)
+    found = []
+    for used in (False, True):
+        use_helpers(monkeypatch, used)
+        states = pool.clone()
+        offsets, rows = torch.tensor([0, length]), torch.tensor([row])
+        own = {"initial_state": states, "state_indices": rows, "cu_seqlens": offsets}
+        o = run(draw(1, 300, 1, 5, **own), inplace_state=True, output_final_state=True, **options).o
+        found.append((o[:, :length], states))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert ["-HELPERS1" in name for name in emulated[-2:]] == [False, True]
+    assert row < 0 or length == 0 or not torch.equal(found[1][1][row], pool[row])
+
+
 def test_helpers_against_the_oracle(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     use_cluster(monkeypatch, 4)
     use_helpers(monkeypatch, True)
@@ -511,7 +533,7 @@ def test_a_warp_that_falls_behind_in_helped_clusters_of_two(
 
 @pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])
 @pytest.mark.parametrize("cluster", [2, 4])
-def test_sequences_that_may_be_padding_have_no_helpers(
+def test_several_sequences_that_may_be_padding_have_no_helpers(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, cluster: int, rows: tuple[int, ...]
 ) -> None:
     """Sequences without a slot have no steps, so a helper would leave a scanning block waiting for ever."""
@@ -536,9 +558,10 @@ def test_where_clusters_have_helpers() -> None:
     assert preparing_clusters(24, 1024, 2, True, H100) == 0
 
 
-def test_where_clusters_of_two_have_helpers() -> None:
+def test_where_clusters_of_two_have_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 37 heads on, where clusters of four would share them, as long as so much is left for helpers that they take
     a part of the steps that pays."""
+    monkeypatch.setattr(choice, "HELP_CLUSTERS_OF_TWO", True)
     items = (36, 37, 40, 41, 48, 59, 60, 61, 66, 67)
     assert [preparing_clusters(n, 1024, 2, True, H100) for n in items] == [0, 29, 26, 25, 18, 7, 6, 0, 0, 0]
     assert [preparing_clusters(n, 1024, 2, False, H100) for n in items] == [0, 29, 26, 25, 18, 7, 0, 0, 0, 0]

@@ -103,6 +103,32 @@ def test_helpers_change_no_bits(
 
 
 @GATES
+@pytest.mark.parametrize(("length", "row"), [(2100, 2), (1500, 1), (2100, -1)])
+def test_helpers_of_a_pack_of_one_sequence(
+    monkeypatch: pytest.MonkeyPatch, length: int, row: int, options: dict[str, Any]
+) -> None:
+    """24 heads as engines call them: padded behind the sequence, whose state is a row of a pool, or has none."""
+    monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
+    pool, found = torch.randn(4, 24, 128, 128, device="cuda"), []
+    for used in (False, True):
+        with monkeypatch.context() as patched:
+            if not used:
+                patched.setattr(choice, "preparing_clusters", lambda *given: 0)
+            states = pool.clone()
+            own = {
+                "initial_state": states,
+                "state_indices": torch.tensor([row], device="cuda"),
+                "cu_seqlens": torch.tensor([0, length], device="cuda"),
+            }
+            inputs = draw(2100, 24)._replace(**own)
+            request = request_of("chunk_kda", inputs, inplace_state=True, output_final_state=True, **options)
+            assert grid_of(request) == (30 if used else 24) * 4
+            o = chunk_forward.forward(request, inputs).o
+            found.append((o[:, :length], states))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@GATES
 @pytest.mark.parametrize("cluster", [2, 4])
 def test_helpers_of_few_heads(monkeypatch: pytest.MonkeyPatch, cluster: int, options: dict[str, Any]) -> None:
     """Clusters with and without helpers, in a call small enough for compute-sanitizer."""

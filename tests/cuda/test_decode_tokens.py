@@ -31,9 +31,9 @@ SPLITS = [
 
 
 def on_device_for(split: Split, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose multiprocessors are as many as lead to this division."""
+    """One whose multiprocessors are as many as lead to this division, with room for all blocks at once."""
     blocks = sequences * split.blocks
-    count = {1: 1, 2: -(-blocks // 4), 4: blocks}[split.slices]
+    count = {1: -(-blocks // 3), 2: -(-blocks // 4), 4: blocks}[split.slices]
     monkeypatch.setattr(torch_launch, "multiprocessors", lambda index: count)
 
 

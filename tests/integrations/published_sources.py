@@ -53,10 +53,11 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang": {
         f"{_SGLANG}/kernels/kda_triton.py": tuple(f"TritonKDAKernel.{name}" for name in _METHODS),
         f"{_SGLANG}/kernels/gdn_triton.py": tuple(f"TritonGDNKernel.{name}" for name in _METHODS),
-        f"{_SGLANG}/gdn_backend.py": ("GDNAttnBackend.forward_extend",),
-        f"{_SGLANG}/kda_backend.py": ("KDAAttnBackend.forward_extend",),
+        f"{_SGLANG}/gdn_backend.py": ("GDNAttnBackend.forward_extend", "GDNAttnBackend.forward_decode"),
+        f"{_SGLANG}/kda_backend.py": ("KDAAttnBackend.forward_extend", "KDAAttnBackend.forward_decode"),
         "sglang/srt/layers/attention/hybrid_linear_attn_backend.py": (
             "MambaAttnBackendBase._track_mamba_state_extend",
+            "MambaAttnBackendBase._track_mamba_state_decode",
         ),
         "sglang/srt/plugins/hook_registry.py": ("HookRegistry.register",),
     },
@@ -79,8 +80,13 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
         _VLLM_K3: ("KimiK3DeltaAttention._forward",),
         _VLLM_KIMI: ("KimiGatedDeltaNetAttention._forward",),
     },
+    "sglang": {
+        f"{_SGLANG}/gdn_backend.py": ("GDNAttnBackend.forward_decode",),
+        f"{_SGLANG}/kda_backend.py": ("KDAAttnBackend.forward_decode",),
+    },
 }
-"""Methods whose layer's attributes the hooks read too."""
+"""Methods that hooks replace by reading the same attributes."""
+_OWNERS = {"vllm": "self|attn_metadata|m", "sglang": "self|layer|layer_cache"}
 CONSTANTS = {
     "vllm": {
         "vllm/v1/attention/backends/utils.py": ("NULL_BLOCK_ID",),
@@ -117,14 +123,14 @@ def read(wheel: Path) -> dict[str, Any]:
             tree = ast.parse(archive.read(file))
             for name in names:
                 found["constants"][f"{file}::{name}"] = _constant(tree, name)
+        found["attributes"] = {
+            f"{file}::{name}": _attributes(_definition(ast.parse(archive.read(file)), name), _OWNERS[engine])
+            for file, names in ATTRIBUTES[engine].items()
+            for name in names
+        }
         if engine in IMPORTS:
             kernels = [names for file, names in FUNCTIONS[engine].items() if "/third_party/flash" in file]
             defined = {name for names in kernels for name in names}
-            found["attributes"] = {
-                f"{file}::{name}": _attributes(_definition(ast.parse(archive.read(file)), name))
-                for file, names in ATTRIBUTES[engine].items()
-                for name in names
-            }
             found["imports"] = {f: _imported(ast.parse(archive.read(f)), defined) for f in IMPORTS[engine]}
     return found
 
@@ -137,10 +143,12 @@ def _imported(tree: ast.Module, names: set[str]) -> dict[str, str]:
     }
 
 
-def _attributes(definition: ast.FunctionDef) -> list[str]:
-    """What a method reads of names that it does not own: ``self.conv1d.weight`` for example."""
+def _attributes(definition: ast.FunctionDef, owners: str) -> list[str]:
+    """What a method reads of ``owners``, also by ``getattr``: ``self.conv1d.weight`` for example."""
     dotted = {ast.unparse(n) for n in ast.walk(definition) if isinstance(n, ast.Attribute)}
-    return sorted(n for n in dotted if re.fullmatch(r"(self|attn_metadata|m)\.[\w.]+", n))
+    calls = [n for n in ast.walk(definition) if isinstance(n, ast.Call) and ast.unparse(n.func) == "getattr"]
+    dotted |= {f"{ast.unparse(n.args[0])}.{ast.literal_eval(n.args[1])}" for n in calls}
+    return sorted(n for n in dotted if re.fullmatch(rf"({owners})\.[\w.]+", n))
 
 
 def _definition(tree: ast.Module, name: str) -> ast.FunctionDef:

@@ -58,6 +58,12 @@ class {name}:
             )
         return o
 
+    def forward_decode(self, layer, forward_batch, mixed_qkv, a, b, **kwargs):
+        return "computed by SGLang"
+
+    def _track_mamba_state_decode(self, forward_batch, conv_states, ssm_states, cache_indices, layer_id=None):
+        self.tracked = forward_batch, conv_states, ssm_states, cache_indices, layer_id
+
     def _track_mamba_state_extend(self, forward_batch, h, ssm_states, forward_metadata, *, h_track_buf):
         m = forward_metadata
         if m.track_ssm_h_src.numel() > 0:

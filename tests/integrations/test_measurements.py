@@ -57,3 +57,18 @@ def test_float32_logits_are_computed_by_the_models_own_functions(monkeypatch: py
     assert next(network.parameters()).dtype == torch.bfloat16
     assert found.dtype == torch.float32
     assert float((found - expected).norm() / expected.norm()) < 2e-2  # the weights' rounding to bfloat16
+
+
+def test_where_the_other_side_refuses_a_step_the_models_own_functions_are_timed() -> None:
+    def refuse() -> None:
+        raise RuntimeError("wrong on this GPU")
+
+    def without_memory() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    sides: list[str] = []
+    assert integrations._base(sides.append, refuse) == ("torch", "wrong on this GPU")
+    assert integrations._base(sides.append, lambda: None) == ("fla", None)
+    with pytest.raises(torch.OutOfMemoryError):
+        integrations._base(sides.append, without_memory)
+    assert sides == ["fla"] * 3

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from published_sources import FACTS, read
 
-from kdacore.integrations import sglang, sglang_tracked_states, vllm, vllm_layers, vllm_pools
+from kdacore.integrations import (
+    sglang,
+    sglang_decode_steps,
+    sglang_tracked_states,
+    vllm,
+    vllm_layers,
+    vllm_pools,
+)
 
 PUBLISHED: dict[str, Any] = json.loads(FACTS.read_text())
 KINDS = {
@@ -173,6 +180,42 @@ def test_what_is_observed_of_sglang(backend: str) -> None:
     assert track[:4] == [
         ["positional", name] for name in ("forward_batch", "h", "ssm_states", "forward_metadata")
     ]
+
+
+READ_OF_A_STEP = {
+    *(f"layer.{name}" for name in ("A_log", "bias", "conv_weights", "dt_bias", "layer_id")),
+    *("layer_cache.conv", "layer_cache.replayssm_d", "layer_cache.temporal"),
+    *("self.forward_metadata.mamba_cache_indices", "self.req_to_token_pool.mamba2_layer_cache"),
+    "self.kernel_dispatcher.supports_packed_decode",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        (
+            "kda_backend",
+            {
+                *("layer.lower_bound", "layer._k3_fused_decode_args", "layer._k3_onorm_gate"),
+                *("layer._k3_onorm_consumed", "layer._k3_deferred_f_b"),
+            },
+        ),
+        ("gdn_backend", {"layer.activation"}),
+    ],
+)
+def test_sglang_has_what_the_hooks_of_decode_steps_read(module: str, more: set[str]) -> None:
+    backend, _, hook = sglang_decode_steps._HOOKS[f"sglang.srt.layers.attention.linear.{module}"]
+    method = f"{backend}.forward_decode"
+    replaced = hook(None, lambda *args: None)  # type: ignore[arg-type]
+    del replaced.__wrapped__  # type: ignore[attr-defined]
+    ours = [p.name for p in inspect.signature(replaced).parameters.values()]
+    theirs = [name for _, name, _ in published("sglang", method)]
+    assert ours == ["self", *theirs, "kwargs"]
+    (read,) = [names for file, names in PUBLISHED["sglang"]["attributes"].items() if file.endswith(method)]
+    assert set(read) >= READ_OF_A_STEP | more
+    track = published("sglang", "MambaAttnBackendBase._track_mamba_state_decode")
+    names = ["forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"]
+    assert names_and_kinds(track) == [["positional", name] for name in names]
 
 
 def test_constants() -> None:

@@ -16,7 +16,7 @@ import torch
 from fake_vllm import BY_VLLM, Counts, close, packages, paged_pool, recurrence
 
 import kdacore
-from kdacore.integrations import vllm, vllm_decode_arguments
+from kdacore.integrations import fused_steps, vllm
 
 OPS, CONTEXT = "vllm._custom_ops", fake_vllm.FORWARD_CONTEXT
 QWEN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
@@ -257,7 +257,7 @@ def test_fused_steps_are_computed_by_the_cuda_backend_alone(
     request = SimpleNamespace(device=torch.device(device))
     candidates = (SimpleNamespace(backend="cuda", reasons=("K=96",)),)
     selection: Any = SimpleNamespace(backend=backend, request=request, why=why, candidates=candidates)
-    reason = vllm_decode_arguments.why_left(selection, (), {})
+    reason = fused_steps.why_left(selection, (), {})
     assert bool(reason) == left and ("K=96" in reason) == left
 
 

@@ -367,6 +367,9 @@ SCANNERS = 2
 """Blocks of a cluster that scan, in the kernel of Hopper. Clusters of that many have no others."""
 _LONG = 1024
 """Tokens of a sequence from which on clusters of four pay that share more items than there are clusters."""
+HELP_CLUSTERS_OF_TWO = False
+"""Whether others prepare for clusters of two at all: not before a GPU has run and timed it (the log of few heads has
+what is predicted)."""
 _LEAST_HELPED_PART = 36.5 / 132
 """Items, at least, for which clusters of two that others prepare for are faster than clusters of four, as part of the
 multiprocessors."""
@@ -389,12 +392,13 @@ def choose_clusters(r: Request, device: Figures) -> Clusters:
     if not has_hopper_kernel(r.K, device.arch):
         return Clusters(portable_cluster_size(r.K, items_for_choice(r), device), 0, 0, False)
     looks_up = r.packed or r.has("state_indices")
-    size = cluster_size(items, tokens, device, not looks_up)
+    size = cluster_size(items, tokens, device, HELP_CLUSTERS_OF_TWO and not looks_up)
     resident = resident_clusters(items, size, device)
     whole = not (looks_up or r.checkpoint_every or r.checkpoint_count)
     many_short = whole and are_many_short(r.T, items, size, resident)
-    # Those and the blocks that wait for them count steps by T, so no sequence may be shorter or padding.
-    prepared = not (resident or looks_up)
+    # Blocks that prepare for clusters of four, and those that wait for them, take every sequence to have the steps of
+    # the first, so of several none may be shorter or padding; for clusters of two they count steps by T.
+    prepared = not resident and (not looks_up or (r.N == 1 and size > SCANNERS))
     bounded = has_bounded_gate(r)
     preparing = preparing_clusters(items, r.T, size, bounded, device) if prepared else 0
     spacing = own_spacing(prepared_share(items, preparing, bounded)) if preparing and size == SCANNERS else 0
@@ -461,7 +465,7 @@ def preparing_clusters(items: int, tokens: int, cluster: int, bounded: bool, dev
     if tokens < _LONG:
         return 0
     if cluster == SCANNERS:
-        if items < _LEAST_HELPED_PART * device.multiprocessors:
+        if not HELP_CLUSTERS_OF_TWO or items < _LEAST_HELPED_PART * device.multiprocessors:
             return 0
         preparing = device.at_once(cluster) - items
         return preparing if preparing > 0 and prepared_share(items, preparing, bounded) >= _LEAST_SHARE else 0
@@ -553,6 +557,8 @@ def _choose_decode(r: Request, device: Figures) -> Choice:
         ]
     if r.has("record_update"):
         parts.append("candidates by records")
+    if at_once := sequences_in_turn(r, mode, split, device):
+        parts.append(f"{at_once} sequences at once, others in turn")
     return Choice("decode", ", ".join([serves[mode], amount_of(r), *parts]), mode=mode, split=split)
 
 
@@ -574,6 +580,30 @@ def decode_split(r: Request, mode: RecurrentMode, items: int, device: Figures) -
     fitting = [x for x in splits if x.heads == heads]
     most = device.multiprocessors
     return max(x for x in fitting if x.slices == 1 or items * x.slices <= _BLOCKS_AT_ONCE[x.slices] * most)
+
+
+USE_TURNS = False
+"""Whether blocks take sequences in turn at all: not before a GPU has run and timed that kernel (the log of the fused
+decode step has what is predicted)."""
+BLOCKS_IN_TURN = 2
+"""Blocks of a multiprocessor, by shared memory, where each takes several sequences in turn."""
+_LEAST_AT_ONCE = 3
+"""Heads for each multiprocessor beyond which they do: as many blocks with one head each find room."""
+_LEAST_BUSY = 0.75
+"""The part of these places that must have a block: their number is a multiple of the heads."""
+
+
+def sequences_in_turn(r: Request, mode: RecurrentMode, split: Split, device: Figures) -> int:
+    """Sequences that run side by side where blocks take several of them in turn; 0 where each takes one. Both give the
+    same bits."""
+    whole = mode == RecurrentMode.ONE_TOKEN and split == Split(1, 1, True) and not decodes_one_token(r)
+    if not USE_TURNS or not whole or r.state_dtype != "float32" or device.arch != HOPPER:
+        return 0
+    if _LEAST_AT_ONCE * device.multiprocessors >= r.N * r.HV:
+        return 0
+    places = BLOCKS_IN_TURN * device.multiprocessors
+    at_once = places // r.HV
+    return at_once if at_once * r.HV >= _LEAST_BUSY * places else 0
 
 
 def decodes_one_token(r: Request) -> bool:

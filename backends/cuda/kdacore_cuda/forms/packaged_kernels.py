@@ -86,6 +86,7 @@ def _of_tokens(mode: RecurrentMode, state_dtype: str, arch: str) -> Iterator[Ker
 
 def _of_hopper() -> list[Iterator[Kernel]]:
     return [
+        _each(decode.sequences_kernel, _EITHER),
         _each(stages.hopper_recompute_kernel, _EITHER, _EITHER),
         _each(backward.scan_kernel, _WARPGROUPS, _EITHER),
         _each(backward.scan_outputs_kernel, _WARPGROUPS),

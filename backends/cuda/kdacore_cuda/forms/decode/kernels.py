@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from kdacore.types import Request
-from kdacore_cuda.choice import RecurrentMode, Split
+from kdacore_cuda.choice import BLOCKS_IN_TURN, RecurrentMode, Split
 from kdacore_cuda.kernel_parameters import DECODE, DECODE_RECORDS
 from kdacore_cuda.runtime.kernel import Kernel, make_kernel
 
@@ -79,6 +79,32 @@ def tokens_kernel(v_first: bool, state_dtype: str, split: Split, mode: Recurrent
         RECORDS=True,
         MODE=mode,
         CLUSTER=split.blocks,
+    )
+
+
+_STORE_AT_ONCE = 0
+"""How the state before the tokens is left (decode_sequences.cu)."""
+
+
+@cache
+def sequences_kernel(v_first: bool) -> Kernel:
+    """The kernel for several tokens of each sequence whose blocks take several sequences: KDA, K = V = 128, float32
+    states."""
+    return make_kernel(
+        "common/decode/decode_sequences",
+        DECODE_RECORDS,
+        K_DIM=128,
+        WARPS=4,
+        ROWS=32,
+        PARTS=1,
+        MIN_BLOCKS=BLOCKS_IN_TURN,
+        COLUMNS=128,
+        V_FIRST=v_first,
+        STATE_BF16=False,
+        RECORDS=True,
+        MODE=RecurrentMode.ONE_TOKEN,
+        CLUSTER=1,
+        STORE_AHEAD=_STORE_AT_ONCE,
     )
 
 

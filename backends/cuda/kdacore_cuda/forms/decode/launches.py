@@ -6,7 +6,13 @@ from functools import cache
 from typing import Any
 
 from kdacore.types import Request
-from kdacore_cuda.choice import RecurrentMode, Split, decode_split, decodes_one_token
+from kdacore_cuda.choice import (
+    RecurrentMode,
+    Split,
+    decode_split,
+    decodes_one_token,
+    sequences_in_turn,
+)
 from kdacore_cuda.forms.choice_on_device import chosen, figures_of
 from kdacore_cuda.forms.decode import kernels
 from kdacore_cuda.forms.launches import ROWS, Launches, arguments_of
@@ -79,6 +85,7 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         mode = RecurrentMode.GENERAL
         split = decode_split(r, mode, items_for_choice(r), figures_of(r))
     row, tasks = r.HV * r.K * r.V, r.HV // split.heads
+    at_once = sequences_in_turn(r, mode, split, figures_of(r))
     whole = split.heads * r.H == r.HV  # a cluster has all that read the windows of q and k
     numbers: dict[str, float] = {
         **_of_tokens(r, r.T),
@@ -91,11 +98,13 @@ def launches_of(r: Request, is_plain: bool = True) -> Launches:
         "N": r.N,
         "fills_device": r.N * r.HV >= FULL_DEVICE_ITEMS,
         "z_whole": 1,
-        "blocks": kernels.grid_blocks(r, split),
+        "blocks": at_once * r.HV or kernels.grid_blocks(r, split),
     }
     records = takes_records(r, mode)
     if records:
         numbers |= numbers_of_records(r)
+    if at_once:
+        return Launches(_program_in_turn(r.state_v_first), numbers, arch_of(r))
     kind = r.K, r.state_v_first, r.state_dtype, split, mode, records
     shared = r.has("conv_weight") or r.has("record_update")
     if whole or not (r.inplace_state and shared):
@@ -161,6 +170,11 @@ def _program(
     K: int, v_first: bool, state_dtype: str, split: Split, mode: RecurrentMode, records: bool
 ) -> Program:
     return _joined((_launch(K, v_first, state_dtype, split, mode, records),), _NUMBERS, records)
+
+
+@cache
+def _program_in_turn(v_first: bool) -> Program:
+    return _joined((Launch("decode", kernels.sequences_kernel(v_first), "blocks", _FIELDS),), _NUMBERS, True)
 
 
 @cache

@@ -18,13 +18,10 @@
 // the first of them writes. Barriers say that all have read.
 #include "common/clear_rows.cuh"
 #include "common/decode/cluster_exchange.cuh"
-#include "common/decode/tokens_staging.cuh"
+#include "common/decode/tokens_pass.cuh"
 #include "sm90/bulk_copies.cuh"
-#if V_FIRST
-#include "common/decode/tokens_v_first.cuh"
-#else
-#include "common/decode/tokens_k_first.cuh"
-#endif
+
+KDA_SHARED_BYTES(sizeof(TokensMemory));
 
 __device__ __forceinline__ u32 come_barrier(u32 memory) {
   return memory + OFFSET(TokensMemory, come) + 8 * warp_index();
@@ -93,19 +90,6 @@ __device__ __forceinline__ void get_state(float (&s)[ROWS][VECTOR], u32 memory) 
   }
 }
 
-__device__ __forceinline__ bool has_records(u32 memory) { return KEPT(memory, flags) & KEPT_RECORDS; }
-// This lane's part of the state in a row of the pool, from the value head's part of the first row.
-__device__ __forceinline__ u64 state_place(const DecodeRecordsParams& p, const LanePosition& lane, u32 memory,
-                                           int row) {
-  return KEPT_ADDRESS(memory, target) + STATE_BYTES * (row * p.ht_row + first_element(lane));
-}
-// To the row that is named for token t; negative: none.
-__device__ __forceinline__ void store_named(const DecodeRecordsParams& p, const float (&s)[ROWS][VECTOR],
-                                            const LanePosition& lane, u32 memory, int t) {
-  const int row = load_kept(memory, OFFSET(KeptSequence, rows) + 4 * t);
-  if (row >= 0) store_state(s, state_place(p, lane, memory, row), true);
-}
-
 // The same of the state before the tokens, which takes no part of a warp's time: what lies behind WarpMemory goes by a
 // bulk copy from the end of the warp's area.
 constexpr u32 STATE_AT = AREA_BYTES - PART_BYTES;
@@ -141,10 +125,6 @@ __device__ __forceinline__ void wait_copied() {
   if (IN_SHARED && thread_index() % 32 == 0) copy_out_wait_read<0>();
 }
 
-// The column of the head whose part of a record a thread loads.
-__device__ __forceinline__ int own_update(const Part& part) {
-  return part.column() + (owns_column() ? thread_index() : 0);
-}
 // Applies the records that precede the call, and leaves that state. `ahead`: the first ones.
 __device__ __forceinline__ void replay_and_store(const DecodeRecordsParams& p, const Part& part,
                                                  const ThreadRecords& ahead, float (&s)[ROWS][VECTOR],
@@ -184,17 +164,6 @@ __device__ __forceinline__ void record_tokens(const DecodeRecordsParams& p, cons
     key += 4 * p.key_st, decay += 4 * p.decay_st;
   }
 }
-
-// Its parts are computed where they are used, as warp_index().
-__device__ __forceinline__ LanePosition position_now(const Part& part) {
-  LanePosition at = make_position(part.column(), 0);
-  at.lane = opaque(at.lane), at.v = opaque(at.v), at.channel = opaque(at.channel), at.first = opaque(at.first);
-  return at;
-}
-// Tokens that are staged together.
-struct Pass {
-  int first, count;
-};
 
 // The sum of squares of a token's columns to all blocks of the head; and that of all columns, in the warp of the token.
 __device__ __forceinline__ void send_sum(const Part& part, int t, float sum) {
@@ -252,18 +221,6 @@ __device__ __forceinline__ void wait_read(const Part& part) {
   if (CLUSTER > 1 && part.slice == 0) barrier_wait(part.memory + OFFSET(TokensMemory, read), 0);
 }
 
-__device__ __forceinline__ int tokens_from(const Item& it, int first) {
-  return it.length - first < PASS_TOKENS ? it.length - first : PASS_TOKENS;
-}
-// The block's sequence and value head.
-__device__ __forceinline__ Item item_of(const DecodeRecordsParams& p, u32 block) {
-  const u32 task = block / CLUSTER;
-  Item it;
-  it.n = (int)((u64)task * p.task_factor >> p.task_shift);  // task / tasks of a sequence
-  it.zero = (int)((u64)thread_index() >> p.task_shift);      // the shift is 31 or more
-  it.hv = (task - it.n * (int)p.tasks) * HEADS + block % CLUSTER / SLICES;
-  return it;
-}
 __device__ __forceinline__ void keep_norm(const float4& norm, u32 memory) {
   store_shared(own_factors(memory), __float_as_uint(norm.x), __float_as_uint(norm.y), __float_as_uint(norm.z),
                __float_as_uint(norm.w));
@@ -308,7 +265,7 @@ __device__ __forceinline__ void take_pass(const DecodeRecordsParams& p, const Pa
     const u64 record = KEPT_ADDRESS(memory, update) + 4 * (t * p.update_st + update_position(lane).v);
     float update[OUT];
     update_of(update, s, lane, memory, i);
-    if (recorded && t < p.records && update_position(lane).writes) store_update(record, update);
+    if (recorded && t < p.records && update_position(lane).writes) store_part(record, update);
     end_token(s, lane, memory, i, update, i + 1 < pass.count, moves);
     if (p.flags & FLAG_SCATTER_TOKENS) store_named(p, s, lane, memory, t);
   }

@@ -91,8 +91,10 @@ __device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LaneP
   move_by(s, staged + OFFSET(StagedToken, decay), staged + OFFSET(StagedToken, k), u);
 }
 
-// The sums of a token before the state has moved on.
-__device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot) {
+// The sums of a token before the state has moved on. `visit(i)`: what else is done with rows i to i + 3.
+template <class Visit>
+__device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory, int slot,
+                                         Visit visit) {
   const u32 staged = staged_token(memory, slot) + 4 * at.first, qs = staged + OFFSET(StagedToken, decayed_q),
             ks = staged + OFFSET(StagedToken, decayed_k);
   LaneSums sums = {};
@@ -101,6 +103,7 @@ __device__ __forceinline__ void multiply(const float (&s)[ROWS][VECTOR], const L
 #pragma unroll
   for (int i = 0; i < ROWS; i += 4) {
     read_rows(next, qs, ks, i + 4);
+    visit(i);
     add_rows(sums.k, s, i, x.second), add_rows(sums.q, s, i, x.first);
     x = next;
   }
@@ -152,9 +155,15 @@ __device__ __forceinline__ void read_values(float (&v)[N], u32 memory, int slot,
   read_floats(v, staged_token(memory, slot) + OFFSET(StagedToken, v) + 4 * column);
 }
 
-// What comes before the first token of a pass: its sums.
+// What comes before the first token of a pass: its sums, in a walk over all rows.
+constexpr bool BEGINS_WITH_ROWS = true;
+template <class Visit>
+__device__ __forceinline__ void begin_tokens(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory,
+                                             Visit visit) {
+  multiply(s, at, memory, 0, visit);
+}
 __device__ __forceinline__ void begin_tokens(const float (&s)[ROWS][VECTOR], const LanePosition& at, u32 memory) {
-  multiply(s, at, memory, 0);
+  multiply(s, at, memory, 0, [](int) {});
 }
 // A token's update, when all warps have multiplied it.
 __device__ __forceinline__ void update_of(float (&u)[OUT], const float (&)[ROWS][VECTOR], const LanePosition& at,

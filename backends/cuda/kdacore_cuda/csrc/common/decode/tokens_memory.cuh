@@ -13,6 +13,8 @@ constexpr int SLICES = V / COLUMNS;        // blocks of a value head
 constexpr int HEADS = CLUSTER / SLICES;    // value heads of a cluster
 constexpr int NORM_LANES = COLUMNS / 4;    // of a warp, four columns each; the other lanes repeat them
 constexpr bool IN_SHARED = SLICES == 1;    // where the state is until all of it has come
+// Blocks of decode_sequences.cu, two on a multiprocessor instead of three: sequences one after another.
+constexpr bool IN_TURN = IN_SHARED && MIN_BLOCKS == 2;
 static_assert(RECORDS && THREADS == K && ONE && PARTS == 1, "a thread for each channel");
 static_assert(HEADS * SLICES == CLUSTER, "whole heads");
 
@@ -44,8 +46,9 @@ struct WarpMemory {
 constexpr u32 PART_BYTES = K * V * STATE_BYTES / WARPS;
 // Between the passes of a long sequence a block's part is there again, in float32, while the next tokens are staged.
 constexpr u32 WAITING_BYTES = K * COLUMNS * 4 / WARPS;
-constexpr u32 AREA_BYTES = WAITING_BYTES > sizeof(WarpMemory) ? WAITING_BYTES : sizeof(WarpMemory);
-static_assert(!IN_SHARED || PART_BYTES <= AREA_BYTES, "room for the state");
+// In turn, the next state comes while the warp's memory is in use, and no state waits between passes.
+constexpr u32 AREA_BYTES = !IN_TURN && WAITING_BYTES > sizeof(WarpMemory) ? WAITING_BYTES : sizeof(WarpMemory);
+static_assert(!IN_SHARED || IN_TURN || PART_BYTES <= AREA_BYTES, "room for the state");
 
 // A convolved token. k and q times the decay multiply the state before the token.
 struct StagedToken {
@@ -72,7 +75,8 @@ struct Sequence {
 };
 // What all threads need of the sequence behind the first convolution. The state leaves no registers for it, and with
 // three blocks on a multiprocessor most of what is spilled comes back from the L2.
-constexpr int KEPT_RECORDS = 1, KEPT_WINDOWS = 2;  // flags: records exist, windows of candidates are kept
+// Flags: records exist, windows of candidates are kept, the sequence has no slot, it starts from what its row holds.
+constexpr int KEPT_RECORDS = 1, KEPT_WINDOWS = 2, KEPT_PADDING = 4, KEPT_READS = 8;
 struct KeptSequence {
   u64 update, key, decay;  // the first record
   u64 target;              // the value head's state in the first row that is written
@@ -92,7 +96,6 @@ struct TokensMemory {
   u64 received[PASSES];  // all squares of a pass have;
   u64 read;              // in blocks that write for others: these have read records, and the windows of q and k
 };
-KDA_SHARED_BYTES(sizeof(TokensMemory));
 
 // opaque(): addresses of threads are computed where they are used, else the compiler has them in local memory.
 __device__ __forceinline__ int warp_index() { return opaque(thread_index()) / 32; }

@@ -35,10 +35,11 @@ __device__ __forceinline__ void share_records(const ThreadRecords& x, u32 memory
   }
 }
 
-__device__ __forceinline__ void store_update(u64 to, const float (&u)[OUT]) {
-  if constexpr (OUT == 1) store_global4(to, __float_as_uint(u[0]));
+template <int N>
+__device__ __forceinline__ void store_part(u64 to, const float (&u)[N]) {
+  if constexpr (N == 1) store_global4(to, __float_as_uint(u[0]));
 #pragma unroll
-  for (int i = 0; i + 3 < OUT; i += 4)
+  for (int i = 0; i + 3 < N; i += 4)
     store_global(reinterpret_cast<void*>(to + 4 * i), make_uint4(__float_as_uint(u[i]), __float_as_uint(u[i + 1]),
                                                                  __float_as_uint(u[i + 2]), __float_as_uint(u[i + 3])));
 }

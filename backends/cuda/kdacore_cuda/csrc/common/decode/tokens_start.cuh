@@ -18,7 +18,9 @@ __device__ __forceinline__ Number load_halves(u64 base, long long index, bool wi
   if (wide) r.high = load_global4(at + 4);
   return r;
 }
-__device__ __forceinline__ SequenceNumbers load_numbers(const DecodeRecordsParams& p, const Item& it) {
+// `thread`: its number among those that call.
+__device__ __forceinline__ SequenceNumbers load_numbers(const DecodeRecordsParams& p, const Item& it,
+                                                        int thread = thread_index()) {
   const int n = it.n + it.zero;
   SequenceNumbers r = {};
   r.row = load_halves(p.indices, n * p.indices_row, p.flags & FLAG_INDEX64);
@@ -32,8 +34,8 @@ __device__ __forceinline__ SequenceNumbers load_numbers(const DecodeRecordsParam
     r.begin = load_halves(p.cu_seqlens, n, p.flags & FLAG_CU64);
     r.end = load_halves(p.cu_seqlens, n + 1, p.flags & FLAG_CU64);
   }
-  if (thread_index() < MOST_TOKENS && thread_index() < p.writes_row)
-    r.written = load_halves(p.writes, n * p.writes_row + thread_index(), p.flags & FLAG_WRITES64);
+  if (thread < MOST_TOKENS && thread < p.writes_row)
+    r.written = load_halves(p.writes, n * p.writes_row + thread, p.flags & FLAG_WRITES64);
   return r;
 }
 
@@ -104,12 +106,11 @@ __device__ __forceinline__ Sequence find_sequence(const DecodeRecordsParams& p, 
 }
 
 // To shared memory what KeptSequence has, and from there what is needed of windows. `stays`: the state is in the row
-// that is written, and no record changes it.
+// that is written, and no record changes it. `more`: flags besides those of `q`.
 __device__ __forceinline__ void keep_sequence(const DecodeRecordsParams& p, const Item& it, const SequenceStart& start,
                                               const Sequence& q, const TokenPlaces& at, const Number& written,
-                                              u32 memory) {
+                                              u32 memory, int more = 0, int thread = thread_index()) {
   const u32 kept = memory + OFFSET(TokensMemory, kept);
-  const int thread = thread_index();
   int row = thread < p.writes_row ? number_of(written, p.flags & FLAG_WRITES64) : -1;
   if (!is_slot(p, row)) row = -1;
   const bool unchanged = q.records.exist && !q.records.replayed && start.reads,
@@ -127,8 +128,8 @@ __device__ __forceinline__ void keep_sequence(const DecodeRecordsParams& p, cons
     store_shared(kept + 8 * i, (u32)addresses[i], (u32)(addresses[i] >> 32), (u32)addresses[i + 1],
                  (u32)(addresses[i + 1] >> 32));
   store_shared(kept + OFFSET(KeptSequence, before_token), (u32)q.before.token, (u32)q.before.channel, at.x, at.o);
-  store_shared(kept + OFFSET(KeptSequence, flags), (q.records.exist ? KEPT_RECORDS : 0) | (q.keeps ? KEPT_WINDOWS : 0),
-               q.records.replayed, it.length, q.candidates);
+  const int flags = (q.records.exist ? KEPT_RECORDS : 0) | (q.keeps ? KEPT_WINDOWS : 0);
+  store_shared(kept + OFFSET(KeptSequence, flags), more | flags, q.records.replayed, it.length, q.candidates);
 }
 __device__ __forceinline__ Sequence kept_windows(const DecodeRecordsParams& p, u32 memory) {
   Sequence q = {};

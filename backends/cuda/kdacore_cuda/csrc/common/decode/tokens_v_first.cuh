@@ -86,6 +86,9 @@ __device__ __forceinline__ void move_state(float (&s)[ROWS][VECTOR], const LaneP
   }
 }
 // What comes before the first token of a pass: nothing is shared.
+constexpr bool BEGINS_WITH_ROWS = false;
+template <class Visit>
+__device__ __forceinline__ void begin_tokens(const float (&)[ROWS][VECTOR], const LanePosition&, u32, Visit) {}
 __device__ __forceinline__ void begin_tokens(const float (&)[ROWS][VECTOR], const LanePosition&, u32) {}
 // A token's update, of the row whose sums this lane has; its output goes to shared memory.
 __device__ __forceinline__ void update_of(float (&update)[OUT], const float (&s)[ROWS][VECTOR], const LanePosition& at,

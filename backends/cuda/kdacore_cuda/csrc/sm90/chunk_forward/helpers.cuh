@@ -9,7 +9,8 @@
 // In clusters of two (SPACED) their own blocks prepare, in turns, chunks `spacing` apart, and helpers all others:
 // helped_steps.cuh, helper_block.cuh.
 //
-// Only for dense sequences of which none may be padding (state_rows.cuh), each with a cluster of its own.
+// Only for dense sequences of which none may be padding (state_rows.cuh), or, in clusters of four, for a single sequence;
+// each with a cluster of its own.
 #pragma once
 
 #include "sm90/bulk_copies.cuh"

@@ -26,16 +26,18 @@ class Kind(NamedTuple):
 
     cluster: int
     resident: int
-    helped: bool
+    helpers: int
+    """Clusters whose blocks prepare steps for the others."""
     heads: int
     tokens: int
 
 
 KINDS = {
-    "twos": Kind(2, 0, False, 48, 700),
-    "twos, cut": Kind(2, 66, False, 80, 400),
-    "fours": Kind(4, 0, False, 28, 700),
-    "fours, helped": Kind(4, 0, True, 24, 700),
+    "twos": Kind(2, 0, 0, 48, 700),
+    "twos, cut": Kind(2, 66, 0, 80, 400),
+    "twos, helped": Kind(2, 0, 18, 48, 700),
+    "fours": Kind(4, 0, 0, 28, 700),
+    "fours, helped": Kind(4, 0, 6, 24, 700),
 }
 OPTIONS: dict[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
@@ -54,7 +56,7 @@ def force(kind: Kind) -> None:
         "use_dataflow": lambda *given: False,
         "cluster_size": lambda *given: kind.cluster,
         "resident_clusters": lambda *given: kind.resident,
-        "preparing_clusters": lambda items, *rest: -(-items // 4) if kind.helped else 0,
+        "preparing_clusters": lambda *given: kind.helpers,
     }
     for name, function in changes.items():
         setattr(choice, name, function)

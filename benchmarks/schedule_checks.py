@@ -197,25 +197,26 @@ def check(call: Call) -> tuple[bool, str]:
 
 
 FORMS = {
-    "clusters of two": (2, 0, False, 48),
-    "clusters of two, cut": (2, 66, False, 80),
-    "clusters of four": (4, 0, False, 28),
-    "clusters of four, cut": (4, 30, False, 40),
-    "clusters of four, helped": (4, 0, True, 24),
+    "clusters of two": (2, 0, 0, 48),
+    "clusters of two, cut": (2, 66, 0, 80),
+    "clusters of two, helped": (2, 0, 18, 48),
+    "clusters of four": (4, 0, 0, 28),
+    "clusters of four, cut": (4, 30, 0, 40),
+    "clusters of four, helped": (4, 0, 6, 24),
 }
-"""Blocks a cluster, clusters that share items (0: one each), helpers, value heads."""
+"""Blocks a cluster, clusters that share items (0: one each), clusters of helpers, value heads."""
 
 
 def stress(name: str, launches: int) -> tuple[bool, str]:
     """Whether all launches gave the same bits, and a row of the table with microseconds a launch."""
-    cluster, clusters, helped, heads = FORMS[name]
+    cluster, clusters, helpers, heads = FORMS[name]
     made = make(Call(1, 1024, heads, "none"))
 
     def call() -> torch.Tensor:
         o, _ = kdacore.chunk_kda(**made.tokens, **made.gate, **OPTIONS, **BOUNDED, backend="cuda")
         return o
 
-    with forced(cluster, clusters, helped):
+    with forced(cluster, clusters, helpers):
         first = call()
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
@@ -229,7 +230,7 @@ def stress(name: str, launches: int) -> tuple[bool, str]:
     ) == 0, f"{name:48} {launches} launches, {took:.0f} us each with its comparison, {int(differ)} differ"
 
 
-def forced(cluster: int, clusters: int, helped: bool) -> Any:
+def forced(cluster: int, clusters: int, helpers: int) -> Any:
     """Plans made inside take this form. A shape that no other call here has is planned once."""
     stack = mock.patch.multiple(
         choice,
@@ -237,7 +238,7 @@ def forced(cluster: int, clusters: int, helped: bool) -> Any:
         use_dataflow=lambda *given: False,
         cluster_size=lambda *given: cluster,
         resident_clusters=lambda *given: clusters,
-        preparing_clusters=lambda items, *rest: -(-items // 4) if helped else 0,
+        preparing_clusters=lambda *given: helpers,
     )
     return stack
 

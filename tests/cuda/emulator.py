@@ -50,6 +50,7 @@ INSTRUCTIONS = (
     "sm90/bf16_pairs.cuh",
     "sm90/bulk_copies.cuh",
     "sm90/evict_first_copies.cuh",
+    "sm90/polling.cuh",
     "sm90/small_products.cuh",
     "sm90/warp.cuh",
     "sm90/wgmma.cuh",

@@ -323,8 +323,12 @@ def clusters_of(request: Request, **figures: Any) -> choice.Clusters:
 
 
 def test_clusters_of_four() -> None:
-    """As many as run at once, and a third more if sequences are long."""
-    sizes = {(n, T): clusters_of(call(n, T, **BOUNDED)).size for n in (30, 31, 40, 41) for T in (1023, 1024)}
+    """As many as run at once, and a third more if sequences are long and nobody prepares for clusters of two."""
+    sizes = {
+        (n, T): clusters_of(call(n, T, arrays=("state_indices",), **BOUNDED)).size
+        for n in (30, 31, 40, 41)
+        for T in (1023, 1024)
+    }
     assert sizes == {
         (30, 1023): 4,
         (30, 1024): 4,
@@ -337,6 +341,26 @@ def test_clusters_of_four() -> None:
         (41, 1024): 2,
     }
     assert [clusters_of(call(n, **BOUNDED), four=24).size for n in (32, 33)] == [4, 2]
+
+
+def test_clusters_of_two_that_others_prepare_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 37 items on; not in packs, nor with rows of a pool, which keep clusters of four."""
+    assert [clusters_of(call(n, **BOUNDED))[:3] for n in (40, 48)] == [(4, 30, 0), (2, 0, 0)]
+    monkeypatch.setattr(choice, "HELP_CLUSTERS_OF_TWO", True)
+    found = {n: clusters_of(call(n, **BOUNDED)) for n in (36, 37, 40, 48, 60, 61)}
+    assert {n: (x.size, x.resident, x.preparing, bool(x.spacing)) for n, x in found.items()} == {
+        36: (4, 30, 0, False),
+        37: (2, 0, 29, True),
+        40: (2, 0, 26, True),
+        48: (2, 0, 18, True),
+        60: (2, 0, 6, True),
+        61: (2, 0, 0, False),
+    }
+    assert clusters_of(call(48, 1023, **BOUNDED)).preparing == 0
+    for other in (call(40, arrays=("state_indices",), **BOUNDED), packed(40, **BOUNDED)):
+        assert clusters_of(other)[:3] == (4, 30, 0)
+    for other in (call(48, arrays=("state_indices",), **BOUNDED), packed(48, **BOUNDED)):
+        assert clusters_of(other)[:3] == (2, 0, 0)
 
 
 def test_clusters_share_more_items_than_run_at_once() -> None:

@@ -28,12 +28,15 @@ from kdacore_cuda.choice import (
     Figures,
     choose_clusters,
     cluster_size,
+    own_spacing,
     portable_cluster_size,
+    prepared_share,
     preparing_clusters,
     resident_clusters,
 )
 from kdacore_cuda.forms import chunk_forward
-from kdacore_cuda.forms.fused.workspace import prepared_steps_bytes
+from kdacore_cuda.forms.fused.workspace import prepared_steps_bytes, spaced_steps_bytes
+from kdacore_cuda.kernel_parameters import LEAST_SPACING, MOST_SPACING
 from kdacore_cuda.runtime import device_figures, torch_launch
 
 
@@ -321,6 +324,88 @@ def test_helpers_change_no_bits(
     assert ["-HELPERS1" in name for name in emulated[-2:]] == [False, True]
 
 
+def use_helpers_of_two(monkeypatch: pytest.MonkeyPatch, clusters: int, share: float = 0.5) -> None:
+    """Blocks of so many more clusters of two prepare this part of the steps, as far as the kernel can; 0: of none."""
+    use_cluster(monkeypatch, 2)
+    monkeypatch.setattr(choice, "preparing_clusters", lambda *given: clusters)
+    monkeypatch.setattr(choice, "prepared_share", lambda *given: share)
+
+
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize(
+    ("B", "T", "HV", "clusters", "share"),
+    [
+        pytest.param(2, 500, 3, 1, 0.5, id="fewer helpers than items"),
+        pytest.param(1, 700, 2, 3, 2 / 3, id="more, as many steps as they can"),
+        pytest.param(1, 700, 1, 1, 0, id="two for one item, as few steps as they can"),
+        pytest.param(1, 96, 3, 1, 0.5, id="no step left for helpers"),
+        pytest.param(1, 160, 3, 1, 2 / 3, id="one step"),
+        pytest.param(1, 1, 2, 1, 0.5, id="one token"),
+        pytest.param(3, 330, 1, 5, 0.27, id="sequences of one head, more helpers than items"),
+        pytest.param(1, 805, 3, 2, 0.41, id="any share"),
+    ],
+)
+def test_helpers_of_clusters_of_two_change_no_bits(
+    emulated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    B: int,
+    T: int,
+    HV: int,
+    clusters: int,
+    share: float,
+    options: dict[str, Any],
+) -> None:
+    inputs = draw(B, T, 1, HV, initial_state=torch.randn(B, HV, 128, 128))
+    found = []
+    for used in (0, clusters):
+        use_helpers_of_two(monkeypatch, used, share)
+        found.append(run(inputs, output_final_state=True, checkpoint_every=64, **options))
+    for name in ("o", "final_state", "checkpoints"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+    assert ["-HELPERS1" in name for name in emulated[-2:]] == [False, True]
+
+
+@pytest.mark.parametrize("gate", ["random", "fast", "slow"])
+def test_helpers_of_clusters_of_two_against_the_oracle(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, gate: str
+) -> None:
+    """With two key heads for four value heads, and gates that are given as they are."""
+    use_helpers_of_two(monkeypatch, 1)
+    options = BOUNDED_MODEL if gate == "random" else SAFE_LOG
+    check(draw(1, 300, 2, 4, gate=gate), output_final_state=True, **options)
+    assert "-CLUSTER2-" in emulated[-1]
+    assert "-HELPERS1" in emulated[-1]
+
+
+def test_a_float32_gate_of_clusters_that_are_helped(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without A_log and dt_bias."""
+    inputs = draw(1, 300, 1, 3, gate="mixed")
+    inputs = inputs._replace(g=inputs.g.float())
+    found = []
+    for clusters in (0, 1):
+        use_helpers_of_two(monkeypatch, clusters)
+        found.append(run(inputs, output_final_state=True))
+    assert torch.equal(found[0].o, found[1].o)
+    assert torch.equal(found[0].final_state, found[1].final_state)
+    assert "G_FLOAT1" in emulated[-1]
+
+
+@pytest.mark.exhaustive
+def test_every_lane_arriving_changes_no_bit_with_helpers(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_helpers_of_two(monkeypatch, 1)
+    inputs = draw(1, 400, 1, 3)
+    want = run(inputs, **MODEL, output_final_state=True)
+    monkeypatch.setenv(EVERY_LANE, "1")
+    got = run(inputs, **MODEL, output_final_state=True)
+    assert torch.equal(got.o, want.o)
+    assert torch.equal(got.final_state, want.final_state)
+
+
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize(("length", "row"), [(230, 2), (97, 1), (300, -1), (0, 0), (1, 3)])
@@ -350,12 +435,8 @@ def test_helpers_against_the_oracle(emulated: list[str], monkeypatch: pytest.Mon
     assert "-HELPERS1" in emulated[-1]
 
 
-def test_helpers_clear_the_flags_that_they_raise(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph is replayed with the number of the launch that it was captured with."""
-    use_cluster(monkeypatch, 4)
-    use_helpers(monkeypatch, True)
+def remember_workspaces(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Collects what later calls allocate."""
     made: list[torch.Tensor] = []
     plain = torch_launch.allocator
 
@@ -369,12 +450,40 @@ def test_helpers_clear_the_flags_that_they_raise(
         return remembered
 
     monkeypatch.setattr(torch_launch, "allocator", remembering)
+    return made
+
+
+def test_helpers_clear_the_flags_that_they_raise(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is replayed with the number of the launch that it was captured with."""
+    use_cluster(monkeypatch, 4)
+    use_helpers(monkeypatch, True)
+    made = remember_workspaces(monkeypatch)
     T, H = 200, 3
     run(draw(1, T, H, H), **BOUNDED_MODEL)
     (workspace,) = (x for x in made if x.shape == (prepared_steps_bytes(T, H),))
     steps = H * (-(-T // 32) // 3)
     assert steps == 6
     assert not workspace[-8 * 2 * steps :].any()  # 64 bits for each of two blocks
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_helpers_of_clusters_of_two_clear_their_flags(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Behind each of the steps that the host counts, and the counter of tickets."""
+    use_helpers_of_two(monkeypatch, 1, share)
+    made = remember_workspaces(monkeypatch)
+    T, H, image = 600, 3, 28544
+    run(draw(1, T, H, H), **BOUNDED_MODEL)
+    size = spaced_steps_bytes(T, H, own_spacing(share))
+    (workspace,) = (x for x in made if x.shape == (size,))
+    helped = {0.0: 2, 0.5: 8, 0.9: 10}[share]  # of 19 steps, of which the first three are the cluster's own
+    assert size == 128 + H * helped * (image + 128)
+    assert not workspace[:8].any()
+    flags = workspace[128:].view(H * helped, -1)[:, image : image + 16]
+    assert not flags.any()
 
 
 @pytest.mark.first_cases(2)
@@ -395,12 +504,40 @@ def test_a_solver_warp_that_falls_behind(
     assert torch.equal(got.o, want.o)
 
 
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize("options", [BOUNDED_MODEL, MODEL], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "starved",
+    [
+        *(pytest.param(16 * block + 12, id=f"block {block}, the warp that fetches") for block in (0, 1)),
+        *(pytest.param(16 + 13 + i, id=f"another solver warp, {i}") for i in range(3)),
+        pytest.param(0, id="a warp that scans, or a helper's slice"),
+        pytest.param(20, id="a slice warp"),
+    ],
+)
+def test_a_warp_that_falls_behind_in_helped_clusters_of_two(
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, starved: int, share: float, options: dict[str, Any]
+) -> None:
+    """Who waits for a stage takes the phase of its barrier for the one before or after, if it has not kept up: the same
+    warps of helpers and of the clusters that they help."""
+    inputs, plain = draw(1, 700), emulator.run
+    use_helpers_of_two(monkeypatch, 0)
+    want = run(inputs, **options)
+    use_helpers_of_two(monkeypatch, 1, share)
+    monkeypatch.setattr(emulator, "run", lambda *a, **k: plain(*a, **{**k, "starved": starved}))
+    got = run(inputs, **options)
+    assert torch.equal(got.o, want.o)
+    assert "-HELPERS1" in emulated[-1]
+
+
 @pytest.mark.parametrize("rows", [(-1, 2, 0), (1, 3, -1)])
+@pytest.mark.parametrize("cluster", [2, 4])
 def test_several_sequences_that_may_be_padding_have_no_helpers(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, cluster: int, rows: tuple[int, ...]
 ) -> None:
     """Sequences without a slot have no steps, so a helper would leave a scanning block waiting for ever."""
-    use_cluster(monkeypatch, 4)
+    use_cluster(monkeypatch, cluster)
     inputs = draw(3, 100, 1, 2, initial_state=torch.randn(4, 2, 128, 128), state_indices=torch.tensor(rows))
     found = []
     for used in (False, True):
@@ -419,6 +556,31 @@ def test_where_clusters_have_helpers() -> None:
     assert [preparing_clusters(n, 1024, 4, False, H100) for n in items] == [0, 6, 6, 0]
     assert preparing_clusters(24, 1023, 4, True, H100) == 0
     assert preparing_clusters(24, 1024, 2, True, H100) == 0
+
+
+def test_where_clusters_of_two_have_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 37 heads on, where clusters of four would share them, as long as so much is left for helpers that they take
+    a part of the steps that pays."""
+    monkeypatch.setattr(choice, "HELP_CLUSTERS_OF_TWO", True)
+    items = (36, 37, 40, 41, 48, 59, 60, 61, 66, 67)
+    assert [preparing_clusters(n, 1024, 2, True, H100) for n in items] == [0, 29, 26, 25, 18, 7, 6, 0, 0, 0]
+    assert [preparing_clusters(n, 1024, 2, False, H100) for n in items] == [0, 29, 26, 25, 18, 7, 0, 0, 0, 0]
+    assert [preparing_clusters(48, T, 2, True, H100) for T in (1023, 1024)] == [0, 18]
+    few = Figures("sm_90a", 132, lambda cluster: 50, lambda: 0.0)  # as many run at once
+    assert [preparing_clusters(n, 1024, 2, True, few) for n in (40, 46, 49, 50, 51)] == [10, 0, 0, 0, 0]
+    sizes = [[cluster_size(n, 1024, H100, helped) for n in (30, 36, 37, 40, 41)] for helped in (False, True)]
+    assert sizes == [[4, 4, 4, 4, 2], [4, 4, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_the_share_of_helpers(bounded: bool) -> None:
+    """The more heads, the smaller; spacings within what the kernel takes."""
+    shares = [prepared_share(n, 66 - n, bounded) for n in range(30, 66)]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < shares[-1] < shares[0] < 1
+    spacings = [own_spacing(x) for x in (*shares, 0.0, 0.5, 0.999)]
+    assert all(LEAST_SPACING <= x <= MOST_SPACING for x in spacings)
+    assert spacings[-3:] == [LEAST_SPACING, (2 << 16) + 1, MOST_SPACING]
 
 
 def same_in_shares(

@@ -112,20 +112,21 @@ def test_packs_of_any_lengths(
     check(inputs, inplace_state=True, output_final_state=True, **BOUNDED_MODEL)
 
 
-@pytest.mark.parametrize("helped", [False, True], ids=["cut states", "helpers"])
+@pytest.mark.parametrize("helped", [0, 2, 4], ids=["cut states", "helpers, clusters of two", "helpers"])
 def test_a_workspace_that_is_too_small_is_found_out(
-    emulated: list[str], monkeypatch: pytest.MonkeyPatch, helped: bool
+    emulated: list[str], monkeypatch: pytest.MonkeyPatch, helped: int
 ) -> None:
     """Host and device each count how much there is: with fewer numbers on the host, a flag lies in the guard. The
     cluster of the highest number sends no state, so its 16 flags of 8 bytes are not used."""
     use_multiprocessors(monkeypatch, 4)
-    name = "prepared_steps_bytes" if helped else "cut_states_bytes"
+    name = {0: "cut_states_bytes", 2: "spaced_steps_bytes", 4: "prepared_steps_bytes"}[helped]
+    unused = {0: 4 * 17, 2: 112 + 4, 4: 4}[helped]  # two flags have a line of 128 bytes
     plain = getattr(workspace, name)
-    monkeypatch.setattr(workspace, name, lambda *given: plain(*given) - 4 * (1 if helped else 17))
+    monkeypatch.setattr(workspace, name, lambda *given: plain(*given) - unused)
     if helped:
-        monkeypatch.setattr(choice, "cluster_size", lambda *given: 4)
+        monkeypatch.setattr(choice, "cluster_size", lambda *given: helped)
         monkeypatch.setattr(choice, "resident_clusters", lambda *given: 0)
         monkeypatch.setattr(choice, "preparing_clusters", lambda *given: 1)
-    inputs = draw(1, 100, 3)
+    inputs = draw(1, 100 if helped != 2 else 300, 3)
     with pytest.raises(AssertionError, match="wrote behind an array"):
         chunk_forward.forward(request_of("chunk_kda", inputs, **BOUNDED_MODEL), inputs)

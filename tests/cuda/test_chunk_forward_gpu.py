@@ -81,15 +81,18 @@ def test_graph_replay_equals_eager(options: dict[str, Any], H: int) -> None:
 
 
 @GATES
-def test_helpers_change_no_bits(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Of 24 heads; eager, and three replays of a graph, whose flags have the same number every time."""
-    inputs = draw(2100, 24)
+@pytest.mark.parametrize(("H", "blocks"), [(24, 30 * 4), (37, 132), (48, 132), (59, 132)])
+def test_helpers_change_no_bits(
+    monkeypatch: pytest.MonkeyPatch, H: int, blocks: int, options: dict[str, Any]
+) -> None:
+    """Eager, and three replays of a graph, whose flags have the same number every time."""
+    inputs = draw(2100, H)
     monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
     with monkeypatch.context() as without:
         without.setattr(choice, "preparing_clusters", lambda *given: 0)
         want = run(inputs, **options)
     request = request_of("chunk_kda", inputs, output_final_state=True, **options)
-    assert grid_of(request) == 30 * 4  # with six clusters of helpers
+    assert grid_of(request) == blocks  # with all clusters that run at once
     assert all(same(run(inputs, **options), want) for _ in range(20))
     graph, captured = capture(inputs, **options)
     for _ in range(3):
@@ -126,11 +129,12 @@ def test_helpers_of_a_pack_of_one_sequence(
 
 
 @GATES
-def test_helpers_of_few_heads(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Clusters of four with and without helpers, in a call small enough for compute-sanitizer."""
+@pytest.mark.parametrize("cluster", [2, 4])
+def test_helpers_of_few_heads(monkeypatch: pytest.MonkeyPatch, cluster: int, options: dict[str, Any]) -> None:
+    """Clusters with and without helpers, in a call small enough for compute-sanitizer."""
     inputs = draw(300, 3)
     monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
-    monkeypatch.setattr(choice, "cluster_size", lambda *given: 4)
+    monkeypatch.setattr(choice, "cluster_size", lambda *given: cluster)
     want = run(inputs, **options)
     monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4))
     assert same(run(inputs, **options), want)

@@ -1,4 +1,4 @@
-"""The conformance suite's inference cases of ``chunk_kda`` in clusters of four with helpers, which the CPU emulates."""
+"""The conformance suite's inference cases of ``chunk_kda`` in clusters with helpers, which the CPU emulates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ QUICK = ("chunk_kda-causality_append-base", "chunk_kda-accuracy-collinear")
 """Cases that are run always; the others with the exhaustive tests."""
 
 
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every dense call of K = V = 128 with helpers, whatever its heads and tokens."""
+@pytest.fixture(autouse=True, params=[2, 4])
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every dense call of K = V = 128 with helpers, whatever its heads and tokens. With half as many helpers as items,
+    clusters of two get half of their steps from them."""
+    size = request.param
     monkeypatch.setattr(choice, "use_dataflow", lambda *args: False)
     monkeypatch.setattr(choice, "use_segments", lambda *args: False)
-    monkeypatch.setattr(choice, "cluster_size", lambda *args: 4)
+    monkeypatch.setattr(choice, "cluster_size", lambda *args: size)
     monkeypatch.setattr(choice, "resident_clusters", lambda *args: 0)
     monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4))
+    monkeypatch.setattr(choice, "prepared_share", lambda *args: 0.5)
     with registered():
         yield
 

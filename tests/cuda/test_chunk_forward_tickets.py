@@ -47,23 +47,25 @@ def draw(lengths: tuple[int, ...] | None, B: int = 1, T: int = 0, HV: int = 1) -
     )
 
 
-Case = tuple[ChunkInputs, int, int, bool]
-"""Inputs, blocks a cluster, clusters that share them (0: one each), helpers."""
+Case = tuple[ChunkInputs, int, int, int]
+"""Inputs, blocks a cluster, clusters that share them (0: one each), clusters of helpers."""
 CASES: dict[str, Callable[[], Case]] = {
-    "dense, cut": lambda: (draw(None, 1, 100, 3), 2, 2, False),
-    "dense, clusters of four": lambda: (draw(None, 2, 70, 2), 4, 3, False),
-    "pack, cut": lambda: (draw((0, 70, 1, 130, 33, 0)), 2, 4, False),
-    "pack, more clusters than steps": lambda: (draw((40,)), 2, 4, False),
-    "helpers": lambda: (draw(None, 2, 130, 3), 4, 0, True),
-    "helpers, one head": lambda: (draw(None, 1, 200, 1), 4, 0, True),
+    "dense, cut": lambda: (draw(None, 1, 100, 3), 2, 2, 0),
+    "dense, clusters of four": lambda: (draw(None, 2, 70, 2), 4, 3, 0),
+    "pack, cut": lambda: (draw((0, 70, 1, 130, 33, 0)), 2, 4, 0),
+    "pack, more clusters than steps": lambda: (draw((40,)), 2, 4, 0),
+    "helpers": lambda: (draw(None, 2, 130, 3), 4, 0, 2),
+    "helpers, one head": lambda: (draw(None, 1, 200, 1), 4, 0, 1),
+    "helpers of clusters of two": lambda: (draw(None, 1, 300, 3), 2, 0, 2),
+    "helpers of clusters of two, one head": lambda: (draw(None, 1, 400, 1), 2, 0, 1),
 }
 
 
 def run(monkeypatch: pytest.MonkeyPatch, case: Case, dispatch: int, seed: int = 0, **options: Any) -> Outputs:
-    inputs, cluster, clusters, helped = case
+    inputs, cluster, clusters, helpers = case
     monkeypatch.setattr(choice, "cluster_size", lambda *given: cluster)
     monkeypatch.setattr(choice, "resident_clusters", lambda *given: clusters)
-    monkeypatch.setattr(choice, "preparing_clusters", lambda items, *rest: -(-items // 4) if helped else 0)
+    monkeypatch.setattr(choice, "preparing_clusters", lambda *given: helpers)
     plain = emulator.run
     with monkeypatch.context() as inside:
         inside.setattr(
@@ -144,7 +146,14 @@ HELD = {
 
 @pytest.mark.first_cases(3)
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
-@pytest.mark.parametrize("name", ["dense, cut", pytest.param("helpers, one head", marks=MORE)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense, cut",
+        pytest.param("helpers, one head", marks=MORE),
+        pytest.param("helpers of clusters of two, one head", marks=MORE),
+    ],
+)
 def test_whatever_the_workspace_held(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, name: str, held: int
 ) -> None:

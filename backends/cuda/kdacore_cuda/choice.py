@@ -19,7 +19,7 @@ from kdacore.types import Request
 from kdacore_cuda.architectures import CLUSTER_ARCHS, HOPPER, has_hopper_kernel
 from kdacore_cuda.fitted_head_dims import kernel_request
 from kdacore_cuda.gated_delta_variant import state_parts
-from kdacore_cuda.kernel_parameters import ORDERED_SEQUENCES, STEP_TOKENS
+from kdacore_cuda.kernel_parameters import LEAST_SPACING, MOST_SPACING, ORDERED_SEQUENCES, STEP_TOKENS
 from kdacore_cuda.request_encoding import has_bounded_gate, items_for_choice
 
 ClustersAtOnce = Callable[[int], int]
@@ -53,6 +53,9 @@ class Clusters(NamedTuple):
     """Clusters whose blocks prepare steps for the others; the same bits."""
     many_short: bool
     """The kernel for many short sequences; the same bits."""
+    spacing: int = 0
+    """In clusters of two for which others prepare: from one step that a cluster prepares itself to the next, in
+    1/65536. The others prepare all steps between."""
 
     def blocks(self, items: int) -> int:
         """Blocks of the launch, for so many sequences times value heads."""
@@ -364,9 +367,20 @@ SCANNERS = 2
 """Blocks of a cluster that scan, in the kernel of Hopper. Clusters of that many have no others."""
 _LONG = 1024
 """Tokens of a sequence from which on clusters of four pay that share more items than there are clusters."""
+HELP_CLUSTERS_OF_TWO = False
+"""Whether others prepare for clusters of two at all: not before a GPU has run and timed it (the log of few heads has
+what is predicted)."""
+_LEAST_HELPED_PART = 36.5 / 132
+"""Items, at least, for which clusters of two that others prepare for are faster than clusters of four, as part of the
+multiprocessors."""
 _LEAST_PREPARED_PART = {True: 23.5 / 132, False: 22.5 / 132}
 """By whether gates are bounded: items that others prepare for, at least, as part of the multiprocessors. With
 fewer, clusters of four do not wait for what those prepare (bounded), or other forms are faster (unbounded)."""
+_PREPARING_TIMES = {True: (1.5, 1.35, 0.42), False: (1.9, 1.62, 0.68)}
+"""By whether gates are bounded, in us on an H200: what a block that helps clusters of two takes for a step; what a step
+of those takes that prepare all of them, and how much less it would be if they prepared none."""
+_LEAST_SHARE = 0.15
+"""Of the steps that others prepare for clusters of two: with less, nobody does."""
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
 """Tokens of a short sequence, at most; items of a cluster, at least, where many short sequences have a kernel of
 their own, since uneven parts cost little there."""
@@ -377,16 +391,18 @@ def choose_clusters(r: Request, device: Figures) -> Clusters:
     items, tokens = r.N * r.HV, r.B * r.T // max(r.N, 1)
     if not has_hopper_kernel(r.K, device.arch):
         return Clusters(portable_cluster_size(r.K, items_for_choice(r), device), 0, 0, False)
-    size = cluster_size(items, tokens, device)
-    resident = resident_clusters(items, size, device)
     looks_up = r.packed or r.has("state_indices")
+    size = cluster_size(items, tokens, device, HELP_CLUSTERS_OF_TWO and not looks_up)
+    resident = resident_clusters(items, size, device)
     whole = not (looks_up or r.checkpoint_every or r.checkpoint_count)
     many_short = whole and are_many_short(r.T, items, size, resident)
-    # Blocks that prepare and those that wait for them take every sequence to have the steps of the first, so of several
-    # none may be shorter or padding.
-    prepared = not resident and (r.N == 1 or not looks_up)
-    preparing = preparing_clusters(items, r.T, size, has_bounded_gate(r), device) if prepared else 0
-    return Clusters(size, resident, preparing, many_short)
+    # Blocks that prepare for clusters of four, and those that wait for them, take every sequence to have the steps of
+    # the first, so of several none may be shorter or padding; for clusters of two they count steps by T.
+    prepared = not resident and (not looks_up or (r.N == 1 and size > SCANNERS))
+    bounded = has_bounded_gate(r)
+    preparing = preparing_clusters(items, r.T, size, bounded, device) if prepared else 0
+    spacing = own_spacing(prepared_share(items, preparing, bounded)) if preparing and size == SCANNERS else 0
+    return Clusters(size, resident, preparing, many_short, spacing)
 
 
 def cluster_sizes(K: int, arch: str) -> tuple[int, ...]:
@@ -405,17 +421,21 @@ def portable_cluster_size(K: int, items: int, device: Figures) -> int:
     return max(c for c in sizes if c == sizes[0] or items * c <= reached[c])
 
 
-def cluster_size(items: int, tokens: int, device: Figures) -> int:
+def cluster_size(items: int, tokens: int, device: Figures, may_be_helped: bool = False) -> int:
     """Blocks that share an item in Hopper's kernel, given the tokens of a sequence on average.
 
     A larger cluster shortens one item and costs throughput, so it pays while multiprocessors are
     idle. Clusters of four still pay where they share up to a third more items than run at
-    once, if sequences are long. Both sizes give the same bits, so tokens may decide.
+    once, if sequences are long and others may not prepare for clusters of two. Both sizes give the same bits, so
+    tokens may decide.
     """
     if 3 * items > device.multiprocessors:  # more than a third above whatever the driver would say
         return 2
     together = device.at_once(4)
-    return 4 if items <= together or (3 * items <= 4 * together and tokens >= _LONG) else 2
+    if items <= together:
+        return 4
+    shared = 3 * items <= 4 * together and tokens >= _LONG
+    return 4 if shared and not (may_be_helped and items >= _LEAST_HELPED_PART * device.multiprocessors) else 2
 
 
 def formula_at_once(cluster: int, multiprocessors: int) -> int:
@@ -436,15 +456,36 @@ def resident_clusters(items: int, cluster: int, device: Figures) -> int:
 
 
 def preparing_clusters(items: int, tokens: int, cluster: int, bounded: bool, device: Figures) -> int:
-    """Clusters of blocks that prepare steps of ``items`` of ``tokens`` tokens: each block every third step of one of
-    them. 0 where nobody does; the same bits.
+    """Clusters of blocks that prepare steps of ``items`` of ``tokens`` tokens. For clusters of four each block prepares
+    every third step of one item, for clusters of two all blocks together :func:`prepared_share` of all steps. 0 where
+    nobody does; the same bits.
 
     These clusters and those that wait for them all run at once.
     """
-    if cluster < 4 or tokens < _LONG or items < _LEAST_PREPARED_PART[bounded] * device.multiprocessors:
+    if tokens < _LONG:
+        return 0
+    if cluster == SCANNERS:
+        if not HELP_CLUSTERS_OF_TWO or items < _LEAST_HELPED_PART * device.multiprocessors:
+            return 0
+        preparing = device.at_once(cluster) - items
+        return preparing if preparing > 0 and prepared_share(items, preparing, bounded) >= _LEAST_SHARE else 0
+    if items < _LEAST_PREPARED_PART[bounded] * device.multiprocessors:
         return 0
     preparing = -(-items // 4)
     return preparing if items + preparing <= device.at_once(4) else 0
+
+
+def prepared_share(items: int, preparing: int, bounded: bool) -> float:
+    """Of the steps of ``items`` in clusters of two, the part that the blocks of ``preparing`` more such clusters
+    prepare: nine tenths of what they have the time for, so that nobody waits for them."""
+    takes, step, saved = _PREPARING_TIMES[bounded]
+    part = 0.9 * SCANNERS * preparing / (takes * items)
+    return min(0.9, part * step / (1 + part * saved))
+
+
+def own_spacing(share: float) -> int:
+    """:attr:`Clusters.spacing` if others prepare so much of the steps, as far as the kernel can."""
+    return max(LEAST_SPACING, min(MOST_SPACING, int((1 << 16) / (1 - share)) + 1))
 
 
 def are_many_short(T: int, items: int, cluster: int, clusters: int) -> bool:

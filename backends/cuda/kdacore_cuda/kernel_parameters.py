@@ -93,14 +93,15 @@ CHUNK_FORWARD = ParamStruct(
         *(*_INPUTS, *_fields("ptr", "o h0 ht ckpt workspace"), *_STATE_ROWS, *_MARKS),
         *(*_fields("i64", "launch"), *_STATE_STRIDES, *_TOKEN_STRIDES, *_fields("i64", "T")),
         *_fields("i32", "N H HV clusters ckpt_every null_index marks gate flags beta_type bias_type"),
-        *(*_fields("f32", "scale lower_bound"), *_HEAD_DIMS),
+        *(*_fields("f32", "scale lower_bound"), *_HEAD_DIMS, *_fields("i32", "spacing")),
     ),
 )
 """Parameters of the chunk forward kernels. Strides and sizes in elements; ``flags`` are the ``FLAG_*`` bits.
 ``clusters``: how many clusters share all sequences and heads; 0: each has a cluster of its own. ``workspace``: room
 for the states of sequences that two clusters share and, behind them, one flag a warp that says its part is written; or
 for the chunks that helpers prepare and, behind them, one flag a scanning block that says a chunk is written.
-``launch``: the value of a raised flag, different for every launch."""
+``launch``: the value of a raised flag, different for every launch. ``spacing``: where helpers prepare for clusters of
+two, from one step that a cluster prepares itself to the next, in 1/65536: csrc/sm90/chunk_forward/helped_steps.cuh."""
 
 RECURRENT = ParamStruct(
     "RecurrentParams",
@@ -356,6 +357,9 @@ ITEM_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 STEP_TOKENS, SEQUENCE_OVERHEAD_STEPS = 32, 2
 """Chunk forward on Hopper: tokens of a chunk; the fixed cost of a sequence, in chunks, as measured."""
+OWN_START, LEAST_SPACING, MOST_SPACING = 3, (6 << 16) // 5 + 1, 3 << 16
+"""Where helpers prepare for clusters of two: steps that these prepare first; limits of ``spacing`` behind those:
+csrc/sm90/chunk_forward/helped_steps.cuh."""
 TICKETS_BYTES = 128
 """Of its workspace, in front of all else: where clusters draw tickets."""
 
@@ -388,6 +392,9 @@ _CONSTANTS: dict[str, dict[str, object]] = {
     "steps": {
         "int STEP_TOKENS": STEP_TOKENS,
         "int SEQUENCE_OVERHEAD_STEPS": SEQUENCE_OVERHEAD_STEPS,
+        "unsigned OWN_START": OWN_START,
+        "int LEAST_SPACING": LEAST_SPACING,
+        "int MOST_SPACING": MOST_SPACING,
         "unsigned TICKETS_BYTES": TICKETS_BYTES,
     },
     "constants": {

@@ -194,6 +194,17 @@ inline void wait_and_clear_flag(u64 flag, u64 value) {
   while (*(u64*)flag != value) emu::block_while((const u32*)flag, ~0u, *(u32*)flag, "flag", (u32)flag);
   *(u64*)flag = 0;
 }
+inline bool barrier_try_briefly(u32 bar, u32 parity) {
+  emu::yield();
+  emu::me->warp->polling = true;
+  return barrier_test(bar, parity);
+}
+inline bool take_flag(u64 flag, u64 value) {
+  if (*(u64*)flag != value) return false;
+  *(u64*)flag = 0;
+  emu::me->warp->polling = false;
+  return true;
+}
 
 inline u64 atomic_add(u64 at, u64 x) { const u64 before = load_global<u64>(at); store_global_as(at, before + x); return before; }
 inline void atomic_maximum(u64 at, long long x) { store_global_as(at, std::max(load_global<long long>(at), x)); }

@@ -132,6 +132,7 @@ void barrier_wait(u32 bar, u32 parity) {
 bool barrier_test(u32 bar, u32 parity) {
   const emu::Barrier& b = emu::barrier(bar);
   if ((b.phase & 1) == parity) return false;
+  emu::me->warp->polling = false;
   emu::acquire(b.done);
   return true;
 }

@@ -25,7 +25,10 @@ void barrier_init(u32 bar, u32 count);
 void barrier_arrive(u32 bar);
 void barrier_wait(u32 bar, u32 parity);
 bool barrier_test(u32 bar, u32 parity);
-inline void sleep_briefly() { emu::yield(); }
+inline void sleep_briefly() {
+  emu::yield();
+  emu::me->warp->polling = true;
+}
 void barrier_expect(u32 bar, u32 bytes);
 inline u32 cluster_address(u32 a, u32 rank) { return (a & 0xffffff) | rank << 24; }
 void barrier_arrive_remote(u32 bar);

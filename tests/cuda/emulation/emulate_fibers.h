@@ -49,6 +49,7 @@ struct Warp {
   int id;          // in the cluster
   Fiber* lanes;
   u32 tick = 1;    // raised by every arrival at a barrier
+  bool polling = false;  // looks again and again for what has not come: no progress of the launch
   Clock seen;
   u32 generation = 0, arrived = 0;
   Slot slots[2][32];

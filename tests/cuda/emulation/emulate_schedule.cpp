@@ -111,14 +111,16 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
     warps[i].seen.assign(warps.size(), 0);
   }
   size_t left = fibers.size();
+  constexpr int LOOKS = 100;  // passes in which all who poll look at least once
+  int polled = 0, stuck = 0;  // such passes since others ran, and since anything happened
   while (left) {
-    bool progress = false;
+    bool progress = false, polls = false;
     for (size_t i = order.size() - 1; i; --i) std::swap(order[i], order[chance() % (i + 1)]);
     const auto run_warp = [&](int w) {
       for (int lane = 0; lane < 32; ++lane) {
         Fiber& f = fibers[w * 32 + lane];
         if (f.done || (f.wait_on && (*f.wait_on & f.wait_mask) == f.wait_value)) continue;
-        progress = true;
+        (warps[w].polling ? polls : progress) = true;
         me = &f;
         if (!f.started) begin(f.context, stacks + STACK * (&f - fibers.data()), STACK, trampoline);
         f.started = true;
@@ -135,8 +137,11 @@ void run_cluster(int first, int size, int threads, int shared, unsigned char* st
       late.erase(late.begin() + i);
       progress = true;
     }
+    polled = progress ? 0 : polled + polls;
+    if (!progress && polls && polled < LOOKS) continue;
     if (!progress && starved >= 0 && starved < (int)warps.size()) run_warp(starved);
-    if (!progress) report_deadlock(fibers);
+    stuck = progress ? 0 : stuck + 1;
+    if (!progress && (!polls || stuck > LOOKS)) report_deadlock(fibers);
   }
   if (!late.empty()) {
     me = &fibers[0];

@@ -157,4 +157,5 @@ def _of_head_dim(K: int, arch: str) -> Iterator[Iterator[Kernel]]:
     yield _each(fused.chunk_forward_kernel, (K,), cluster_sizes(K, arch), *gates, (arch,))
     if has_hopper_kernel(K, arch):  # of many short sequences; with others that prepare
         yield _each(fused.chunk_forward_kernel, (K,), (SCANNERS,), *gates, (arch,), _YES)
-        yield _each(fused.chunk_forward_kernel, (K,), (2 * SCANNERS,), *gates, (arch,), _NO, _YES)
+        sizes = cluster_sizes(K, arch)
+        yield _each(fused.chunk_forward_kernel, (K,), sizes, *gates, (arch,), _NO, _YES)

@@ -27,6 +27,7 @@ def launches_of(r: Request) -> Launches:
     if narrow := made is not r:  # the other kernels, of the same bits, are for K = V = 128
         clusters = clusters._replace(preparing=0, many_short=False)
     numbers = call_numbers(r) | {"clusters": clusters.resident, "blocks": clusters.blocks(made.N * made.HV)}
+    numbers["spacing"] = clusters.spacing
     numbers["HV"] = made.HV
     used = workspace_bytes(made, clusters)
     has_workspace = used > 0

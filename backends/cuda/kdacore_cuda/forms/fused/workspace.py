@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kdacore.types import Request
 from kdacore_cuda.choice import SCANNERS, Clusters
-from kdacore_cuda.kernel_parameters import STEP_TOKENS, TICKETS_BYTES
+from kdacore_cuda.kernel_parameters import OWN_START, STEP_TOKENS, TICKETS_BYTES
 
 _SCAN_WARPS = 4
 """Warps of a scanning block of Hopper's kernel; each has flags of its own."""
@@ -17,6 +17,8 @@ def workspace_bytes(r: Request, clusters: Clusters) -> int:
     if clusters.resident and not clusters.many_short:
         # Whether a sequence is cut in two depends on lengths and null slots, which only the device knows.
         return cut_states_bytes(clusters.resident)
+    if clusters.spacing:
+        return spaced_steps_bytes(r.T, r.N * r.HV, clusters.spacing)
     return prepared_steps_bytes(r.T, r.N * r.HV) if clusters.preparing else 0
 
 
@@ -31,3 +33,11 @@ def prepared_steps_bytes(T: int, items: int) -> int:
     flags (8 bytes for each scanning block) that say they are there."""
     steps = -(-T // STEP_TOKENS) // (SCANNERS + 1)
     return TICKETS_BYTES + items * steps * (_IMAGE_BYTES + 8 * SCANNERS)
+
+
+def spaced_steps_bytes(T: int, items: int, spacing: int) -> int:
+    """The same where clusters of two prepare steps that are ``spacing`` apart, in 1/65536, and others those between:
+    each with its flags in 128 bytes behind it."""
+    later = max(-(-T // STEP_TOKENS) - OWN_START, 0)
+    own = -(-(later << 16) // spacing)
+    return TICKETS_BYTES + items * (later - own) * (_IMAGE_BYTES + 128)

@@ -6,8 +6,8 @@
 //
 // Grid: clusters of CLUSTER blocks. A cluster takes a sequence and value head at a time, all of it
 // or a part (schedule.cuh). Each of the first SCANNERS blocks carries V / SCANNERS columns of the
-// state. All blocks prepare chunks in turn, or in clusters of four the others alone (stage_copies.cuh), to which
-// blocks of further clusters may be added (helpers.cuh).
+// state. All blocks prepare chunks in turn, or in clusters of four the others alone (stage_copies.cuh). Blocks of
+// further clusters may help (helpers.cuh).
 // Warps of a block, in this order:
 //   scan warps (SCAN_WARPS)     state and output: scan.cuh; a warpgroup carries 64 columns of V
 //   slice warps (SLICE_WARPS)   gate, operands and partial sums of the triangles: slices.cuh; each
@@ -19,14 +19,15 @@
 // to the other scanning block. A stage is full when its solver has published it and empty when the
 // scan warps of all scanning blocks have read it. Slices hand their partial sums to a solver
 // through parts_ready and get their room back through parts_read. The ring runs on from one
-// sequence to the next. A cluster waits for another only where a sequence was cut, or for its helper; then
+// sequence to the next. A cluster waits for another only where a sequence was cut, or for helpers; then
 // the call has a workspace, and clusters draw tickets, so that the other one has begun (tickets.cuh).
 //
 // Macros from the host, besides sizes: MANY_SHORT, the way of many short sequences of equal length
 // (short_sequences.cuh), which the host chooses. The same bits.
-#include "sm90/chunk_forward/preparing_block.cuh"
+#include "sm90/chunk_forward/helper_block.cuh"
 #include "sm90/chunk_forward/scan.cuh"
 #include "sm90/chunk_forward/short_sequences.cuh"
+#include "sm90/chunk_forward/spaced_steps.cuh"
 #include "sm90/chunk_forward/tickets.cuh"
 #include "sm90/chunk_forward/triangles.cuh"
 
@@ -46,10 +47,13 @@ static_assert(!SCAN_REGISTERS ||
 static_assert(!SCAN_REGISTERS ||
                   SLICE_REGISTERS * SLICING + SOLVE_REGISTERS * SOLVER_SLOTS <= REGISTERS,
               "more registers than there are");
+// Those of the twelve slice warps of a helper of clusters of two.
+constexpr int HELPER_SLICE_REGISTERS =
+    (REGISTERS - SOLVE_REGISTERS * SOLVER_SLOTS) / (SCAN_WARPS + SLICE_WARPS) / 8 * 8;
 
 __device__ __forceinline__ void init_barriers(u32 shared, int rank) {
   if (thread_index() < STAGES) {
-    const bool own = !SEPARATE && thread_index() % CLUSTER == rank;  // prepared in this block
+    const bool own = !SEPARATE && !SPACED && thread_index() % CLUSTER == rank;  // prepared in this block
     barrier_init(shared + OFFSET(SharedMemory, full) + 8 * thread_index(),
                  WARP_ARRIVALS * (EVERY_LANE && own ? 2 : 1));
     if constexpr (SEPARATE) {
@@ -57,11 +61,12 @@ __device__ __forceinline__ void init_barriers(u32 shared, int rank) {
     } else {
       barrier_init(shared + OFFSET(SharedMemory, empty) + 8 * thread_index(),
                    WARP_ARRIVALS * SCANNERS * SCAN_WARPS);
+      if constexpr (SPACED) barrier_init(room_at(shared, thread_index()), WARP_ARRIVALS);
     }
     if (thread_index() < SOLVERS)
       barrier_init(shared + OFFSET(SharedMemory, parts_ready) + 8 * thread_index(),
                    WARP_ARRIVALS * 2 * SLICES);
-    if (thread_index() < READS) {
+    if (thread_index() < MOST_READS) {
       barrier_init(shared + OFFSET(SharedMemory, parts_read) + 8 * thread_index(), WARP_ARRIVALS * 2);
       if constexpr (!BOUNDED) barrier_init(shared + tiles_read() + 8 * thread_index(), WARP_ARRIVALS * 2);
     }
@@ -145,6 +150,30 @@ __device__ __forceinline__ void run_block(const ChunkForwardParams& p, u32 share
   }
 }
 
+// the same with helpers, of which this block may be one;
+__device__ __forceinline__ void run_spaced_block(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
+  const int solver = warp - SCAN_WARPS - SLICE_WARPS;
+  if (rank < HELPER) {
+    if (warp < SCAN_WARPS) {
+      set_role_registers<SCAN_REGISTERS>();
+      scan_warp(p, shared, warp, rank);
+    } else if (solver < 0) {
+      set_role_registers<SLICE_REGISTERS>();
+      spaced_slice_warp(p, shared, warp - SCAN_WARPS, rank);
+    } else {
+      set_role_registers<SOLVE_REGISTERS>();
+      spaced_solver_warp(p, shared, solver, rank);
+    }
+  } else if (solver < 0) {
+    set_role_registers<HELPER_SLICE_REGISTERS>();
+    helper_slice_warp(p, shared, warp);
+  } else {
+    set_role_registers<SOLVE_REGISTERS>();
+    helper_solver_warp(p, shared, solver);
+  }
+  if (solver >= 0) clear_rows(p, solver);
+}
+
 // the same for many short sequences, where all follows from the number of the cluster.
 __device__ __forceinline__ void run_short_block(const ChunkForwardParams& p, u32 shared, int warp, int rank,
                                                 int cluster) {
@@ -178,6 +207,8 @@ KDA_KERNEL(THREADS, 1) KDA_CLUSTER(CLUSTER) chunk_forward(KDA_PARAM ChunkForward
     if (HELPERS && load_own(shared + OWN_HELPS)) rank = HELPER;
     if constexpr (SEPARATE)
       run_separate_block(p, shared, warp, rank);
+    else if constexpr (SPACED)
+      run_spaced_block(p, shared, warp, rank);
     else
       run_block(p, shared, warp, rank);
   }

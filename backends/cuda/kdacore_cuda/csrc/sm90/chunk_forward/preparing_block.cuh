@@ -1,5 +1,5 @@
-// Slice warps of a block that only prepares (clusters of four): twelve, where a block that also scans
-// has eight.
+// Slice warps of a block that only prepares (in clusters of four, and helpers): twelve, where a block that also
+// scans has eight.
 //
 // Six pairs of warps, a half of a chunk each, take turns with the four slices of one chunk after the
 // other, so a pair alternates between two slices. What a pair keeps in shared memory lies where other
@@ -9,11 +9,11 @@
 #include "sm90/chunk_forward/slices.cuh"
 
 constexpr int PAIRS = 6;
-static_assert(!SEPARATE || 2 * PAIRS == SCAN_WARPS + SLICE_WARPS,
+static_assert(!(SEPARATE || SPACED) || 2 * PAIRS == SCAN_WARPS + SLICE_WARPS,
               "warps that scan in other blocks are slice warps here");
-static_assert(!SEPARATE || PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1,
+static_assert(!(SEPARATE || SPACED) || PAIRS % SLICES == 2 && SLICES == 4 && GROUPS == 1,
               "a pair alternates between slices two apart");
-static_assert(!SEPARATE || SOLVER_BARRIER > PAIRS, "named barriers of pairs and solvers");
+static_assert(!(SEPARATE || SPACED) || SOLVER_BARRIER > PAIRS, "named barriers of pairs and solvers");
 
 struct PairMemory {
   uint4 keys[2][32];
@@ -21,19 +21,19 @@ struct PairMemory {
 };
 constexpr u32 PAIR_BYTES = sizeof(PairMemory);
 // What the warps' gates are copied to lies behind the second set of sums.
-constexpr u32 GATES = OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH + GROUPS * SLICES * SLICE_PARTS,
+constexpr u32 GATES = OFFSET(SharedMemory, stages) + OWN_STAGES<true> * STAGE_PITCH + GROUPS * SLICES * SLICE_PARTS,
               GATE_BYTES = 2 * G_VECTORS * GATE_PITCH;
-static_assert(!SEPARATE || GATES + 2 * PAIRS * GATE_BYTES <= OFFSET(SharedMemory, stages) + STAGES * STAGE_PITCH,
+static_assert(!(SEPARATE || SPACED) || GATES + 2 * PAIRS * GATE_BYTES <= OFFSET(SharedMemory, stages) + STAGES * STAGE_PITCH,
               "no room for gates");
-static_assert(!SEPARATE || PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]),
+static_assert(!(SEPARATE || SPACED) || PAIRS * PAIR_BYTES <= sizeof(ValueTile[SCAN_WARPS][V_DEPTH][2]),
               "no room for the pairs' memory");
 
 // A pair's next slice: two slices on in this chunk's place of the next chunk, or back in the one after it.
 struct SliceStep {
   int chunks, channels;
 };
-__device__ __forceinline__ SliceStep next_slice(int slice) {
-  return slice < 2 ? SliceStep{PREPARERS, 64} : SliceStep{2 * PREPARERS, -64};
+__device__ __forceinline__ SliceStep next_slice(int slice, int stride = PREPARERS) {
+  return slice < 2 ? SliceStep{stride, 64} : SliceStep{2 * stride, -64};
 }
 __device__ __forceinline__ void advance(Source& s, const SliceStep& step) {
   s.k += (long long)step.chunks * C * s.k_token + 2 * step.channels;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void preparing_slice_warp(const ChunkForwardParams& p
 #pragma unroll 1
     while (c < task.stop) {
       const SliceStep step = next_slice(w.at.slice);
-      slice_step(w, shared, gate, raw, c, from, left, [&] {
+      slice_step(w, shared, gate, raw, own_step(c), from, left, [&] {
         advance(from, step);
         left -= step.chunks * C;
       });

@@ -62,11 +62,19 @@ __device__ __forceinline__ ScanLane make_scan_lane(u32 shared, int warp, int ran
   return l;
 }
 
-// Tells the block that prepares a stage that this warp has read it.
+// Tells the block that prepares a stage that this warp has read it. If SPACED both are told: any block, or a helper, may
+// prepare the next chunk of a stage.
 __device__ __forceinline__ void warp_arrive_empty(u32 shared, u32 slot, int lane) {
   const u32 empty = shared + OFFSET(SharedMemory, empty) + 8 * slot;
   if constexpr (SEPARATE) {
     warp_arrive_remote(cluster_address(room_at(shared, slot), sender_of(slot)), lane);
+  } else if constexpr (SPACED) {
+    if constexpr (EVERY_LANE) {
+      for (u32 rank = 0; rank < CLUSTER; ++rank) warp_arrive_remote(cluster_address(empty, rank), lane);
+      return;
+    }
+    sync_warp();
+    if (lane < CLUSTER) barrier_arrive_remote(cluster_address(empty, lane));  // a lane a block
   } else if constexpr (CLUSTER > 1) {
     warp_arrive_remote(cluster_address(empty, slot % CLUSTER), lane);
   } else {
@@ -229,7 +237,8 @@ __device__ __forceinline__ void scan_warp(const ChunkForwardParams& p, u32 share
       release();
     }
     const int step = task.stop;
-    const Move move = move_to_step(p, shared, task, uniform(part.sequence.length), step);
+    // If SPACED there is one task. (Without what follows for cut ones, too, the assembler would spill.)
+    const Move move = SPACED ? NO_STEP : move_to_step(p, shared, task, uniform(part.sequence.length), step);
     more = move != NO_STEP;
     if (more) {  // the first values are loaded while this state is written
       if (move == NEXT_HEAD) {

@@ -49,6 +49,18 @@ __device__ __forceinline__ Range range_of(const Task& task, int steps, int size)
   return {maximum(task.offset + steps - size, 0), steps + minimum(task.offset, 0)};
 }
 
+// A sequence of a call without offsets, none of which is padding, and a value head.
+__device__ __forceinline__ SequenceHead dense_sequence(const ChunkForwardParams& p, int n, int hv) {
+  SequenceHead x;
+  x.n = n;
+  x.hv = hv;
+  x.h = key_head(p, hv);
+  x.batch = n;
+  x.first = 0;
+  x.length = (int)p.T;
+  return x;
+}
+
 // The sequence that contains position `point` if sequences of length(m) are laid end to end, and
 // the sum of the lengths before it. Every lane adds up a range of sequences; then the range with
 // the point is divided among the lanes, until it is one sequence.

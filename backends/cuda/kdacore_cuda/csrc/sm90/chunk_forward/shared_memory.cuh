@@ -24,8 +24,8 @@
 #include "generated/steps.cuh"
 
 // Macros from the host: K_DIM, V_DIM, CLUSTER, SCANNERS, STAGES, GROUPS, SOLVER_SLOTS, BOUNDED,
-// G_FLOAT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where each cluster has
-// one (helpers.cuh).
+// G_FLOAT, SCAN_REGISTERS, SLICE_REGISTERS, SOLVE_REGISTERS; HELPERS, 1 where other blocks prepare
+// some of the steps (helpers.cuh).
 constexpr int K = K_DIM;
 constexpr int V = V_DIM;
 constexpr int HALF = 16;
@@ -39,13 +39,18 @@ constexpr int SLICE_WARPS = GROUPS * SLICES * 2;
 // many blocks the others alone, which then have a ring each for their own chunks (stage_copies.cuh).
 constexpr bool SEPARATE = CLUSTER == 2 * SCANNERS;
 static_assert(SEPARATE || CLUSTER == SCANNERS, "as many blocks only prepare as scan, or none");
-// A helper (helpers.cuh) prepares for a cluster that it is no part of.
-constexpr int PREPARERS = SCANNERS + HELPERS;
-static_assert(SEPARATE || !HELPERS, "only blocks that just prepare have helpers");
-// Chunks that a block prepares at a time. Blocks that only prepare have a shorter ring, whose other
-// stages hold a second set of the slices' sums: slices then do not wait until a solver has read those
+// Clusters of two with helpers: which steps their blocks prepare themselves is a number of the launch.
+constexpr bool SPACED = HELPERS && !SEPARATE;
+// Blocks that prepare the steps of a cluster in turns, or if SPACED those that are not the helpers'. A helper
+// (helpers.cuh) prepares for clusters that it is no part of.
+constexpr int PREPARERS = SCANNERS + (HELPERS && SEPARATE);
+// Chunks that a block prepares at a time. Blocks that only prepare (ALONE, here and below) have a shorter ring, whose
+// other stages hold a second set of the slices' sums: slices then do not wait until a solver has read those
 // of the chunk before.
-constexpr int OWN_STAGES = SEPARATE ? 4 : STAGES, SUMS = SEPARATE ? 2 : 1;
+template <bool ALONE = SEPARATE>
+constexpr int OWN_STAGES = ALONE ? 4 : STAGES;
+template <bool ALONE = SEPARATE>
+constexpr int SUMS = ALONE ? 2 : 1;
 constexpr int BLOCK_V = V / SCANNERS;
 constexpr int SCAN_WARPS = BLOCK_V / 16;
 static_assert(BLOCK_V % 64 == 0, "a warpgroup carries 64 columns");
@@ -53,11 +58,11 @@ constexpr int SOLVERS = 2 * GROUPS;  // pairs of warps, chunks alternate between
 static_assert(2 * SOLVERS == SOLVER_SLOTS, "two warps a solver");
 constexpr int THREADS = 32 * (SCAN_WARPS + SLICE_WARPS + SOLVER_SLOTS);
 // First of the solvers' named barriers; those before are the slices'.
-constexpr int SOLVER_BARRIER = SEPARATE ? 8 : 1 + GROUPS * SLICES;
+constexpr int SOLVER_BARRIER = SEPARATE || SPACED ? 8 : 1 + GROUPS * SLICES;
 static_assert(STAGES % PREPARERS == 0, "a stage belongs to one block of the cluster");
 // A group at chunk c has finished chunk c - GROUPS * PREPARERS, and before that the chunk STAGES
 // earlier was consumed. So the barrier it waits on is at most one phase behind, and a parity is
-// enough to tell the phase.
+// enough to tell the phase. Where helpers prepare for clusters of two: helped_steps.cuh.
 static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old");
 // Barriers that say that a solver has read a chunk's sums. A pair of slice warps in a block that only prepares leaves
 // out every third chunk (preparing_block.cuh) and solvers of even and odd chunks do not wait for one another, so with
@@ -65,20 +70,37 @@ static_assert(GROUPS * PREPARERS <= STAGES, "a parity could be a full ring old")
 // for the one after. With two in turns, what the pair waited for before says that the phase before has completed: at
 // chunk i it waits for chunk i - 2, whose barrier was chunk i - 6's, and it has waited for that one, or for i - 4,
 // which the same solver reads after it.
-constexpr int READS = SEPARATE ? 2 * SUMS : GROUPS;
-static_assert(!SEPARATE || GROUPS == 1, "sums in turns are those of one group");
+template <bool ALONE = SEPARATE>
+constexpr int READS = ALONE ? 2 * SUMS<ALONE> : GROUPS;
+constexpr int MOST_READS = READS<SEPARATE || SPACED>;
+static_assert(!(SEPARATE || SPACED) || GROUPS == 1, "sums in turns are those of one group");
 // The barrier of the block's i-th chunk, which a group prepares, and how often it was used before.
-__device__ __forceinline__ int read_barrier(int group, u32 i) { return SEPARATE ? i % READS : group; }
-__device__ __forceinline__ u32 read_use(u32 i) { return i / READS; }
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ int read_barrier(int group, u32 i) {
+  return ALONE ? i % READS<ALONE> : group;
+}
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ u32 read_use(u32 i) {
+  return i / READS<ALONE>;
+}
 
 // Which of the blocks that prepare this one is.
 __device__ __forceinline__ int preparer_of(int rank) { return SEPARATE ? rank - SCANNERS : rank; }
-// The stage of step c in the block that prepares it, and how often that stage was used before.
-__device__ __forceinline__ int own_stage(int c) {
-  return SEPARATE ? (u32)c / PREPARERS % OWN_STAGES : c % OWN_STAGES;
+// A step that a block prepares: the cluster's c-th, and the block's i-th.
+struct OwnStep {
+  int c;
+  u32 i;
+};
+// Where blocks take turns.
+__device__ __forceinline__ OwnStep own_step(int c) { return {c, (u32)c / PREPARERS}; }
+// The stage of a step in the block that prepares it, and how often that stage was used before.
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ int own_stage(const OwnStep& step) {
+  return ALONE ? step.i % OWN_STAGES<ALONE> : step.c % OWN_STAGES<ALONE>;
 }
-__device__ __forceinline__ int own_use(int c) {
-  return SEPARATE ? (u32)c / (PREPARERS * OWN_STAGES) : c / OWN_STAGES;
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ int own_use(const OwnStep& step) {
+  return ALONE ? step.i / OWN_STAGES<ALONE> : step.c / OWN_STAGES<ALONE>;
 }
 
 constexpr float KQ_SHIFT = BOUNDED ? 32.0f : 0.0f, KQ_SCALE = BOUNDED ? 4294967296.0f : 1.0f;  // 2^KQ_SHIFT
@@ -131,29 +153,33 @@ struct SharedMemory {
   float scratch[SOLVERS][2][HALF][SCRATCH_PITCH];
   float bias[K];
   u64 full[STAGES];  // barriers: the stage is prepared
-  // The stage is consumed, or if SEPARATE, in the block that prepares, copied; then (only if SEPARATE) room_at.
-  u64 empty[SEPARATE ? 2 : 1][STAGES];
+  // The stage is consumed, or if SEPARATE, in the block that prepares, copied; then (only if SEPARATE or SPACED)
+  // room_at.
+  u64 empty[SEPARATE || SPACED ? 2 : 1][STAGES];
   u64 parts_ready[SOLVERS];  // the slices of the solver's chunk are done
   // Both warps of a solver have read a chunk's parts; then (only if gates are unbounded) tiles_read.
-  u64 parts_read[BOUNDED ? 1 : 2][READS];
+  u64 parts_read[BOUNDED ? 1 : 2][MOST_READS];
   alignas(16) int interval[8];  // what this cluster works on: schedule.cuh
 };
 constexpr u32 SLICE_PARTS = sizeof(SliceParts), EXCHANGE_BYTES = sizeof(uint4[2][32]);
 constexpr u32 SCRATCH_BYTES = sizeof(float[HALF][SCRATCH_PITCH]), INTERVAL_BYTES = sizeof(int[8]);
-static_assert(SUMS == 1 || GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES) * STAGE_PITCH,
+static_assert(!(SEPARATE || SPACED) ||
+                  GROUPS * SLICES * SLICE_PARTS <= (STAGES - OWN_STAGES<true>) * STAGE_PITCH,
               "no room for a second set of sums");
 // Barrier of a stage, if SEPARATE. In a preparing block: the scanning blocks have read this stage, it may be
-// overwritten. In a scanning block, of the stages that a helper's chunks are copied to: this block has.
+// overwritten. In a scanning block, of the stages that a helper's chunks are copied to: this block has. If SPACED, in
+// a helper: the stage has been written to device memory.
 __device__ __forceinline__ u32 room_at(u32 shared, u32 stage) {
   return shared + OFFSET(SharedMemory, empty) + 8 * STAGES + 8 * stage;
 }
 // Barriers like parts_read, of the sums of pairs within halves, which unbounded gates' slices write earlier.
-__device__ __forceinline__ u32 tiles_read() { return OFFSET(SharedMemory, parts_read) + 8 * READS; }
+__device__ __forceinline__ u32 tiles_read() { return OFFSET(SharedMemory, parts_read) + 8 * MOST_READS; }
 // From the slices' sums of one chunk of a block to those of the next, the block's i-th.
+template <bool ALONE = SEPARATE>
 __device__ __forceinline__ int sums_offset(int i) {
   constexpr int FIRST = OFFSET(SharedMemory, parts),
-                SECOND = OFFSET(SharedMemory, stages) + OWN_STAGES * STAGE_PITCH;
-  return SUMS > 1 && (i & 1) ? SECOND - FIRST : 0;
+                SECOND = OFFSET(SharedMemory, stages) + OWN_STAGES<ALONE> * STAGE_PITCH;
+  return SUMS<ALONE> > 1 && (i & 1) ? SECOND - FIRST : 0;
 }
 // Without the padding that the alignment of stages adds.
 KDA_SHARED_BYTES(OFFSET(SharedMemory, interval) + INTERVAL_BYTES);

@@ -38,14 +38,7 @@ __device__ __forceinline__ void advance(const ChunkForwardParams& p, ShortStep& 
 }
 
 __device__ __forceinline__ SequenceHead sequence_of(const ChunkForwardParams& p, const ShortStep& step) {
-  SequenceHead x;
-  x.n = step.n;
-  x.hv = step.hv;
-  x.h = key_head(p, step.hv);
-  x.batch = step.n;
-  x.first = 0;
-  x.length = (int)p.T;
-  return x;
+  return dense_sequence(p, step.n, step.hv);
 }
 
 __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank,
@@ -84,7 +77,7 @@ __device__ __forceinline__ void short_slice_warp(const ChunkForwardParams& p, u3
       find_inputs();
       if (c + STRIDE >= work.steps) left = 0;
     };
-    slice_step(w, shared, gate, raw, c, from, left, to_next);
+    slice_step(w, shared, gate, raw, own_step(c), from, left, to_next);
     c += STRIDE;
     if (c >= work.steps) return;
     if (step.hv != hv) {

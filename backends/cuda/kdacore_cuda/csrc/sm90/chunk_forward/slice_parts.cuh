@@ -55,17 +55,18 @@ struct NextLoad {
 };
 
 constexpr u32 GATE_PITCH = 32 * 16;
+template <bool ALONE = SEPARATE>
 __device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r, u32 buffer) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < G_VECTORS; ++j) {
       const unsigned char* from = r.from.g + i * r.from.g_token + 16 * j;
-      if constexpr (NARROW && SEPARATE) {
+      if constexpr (NARROW && ALONE) {
         if (i < r.left)
           copy_async16(buffer + GATE_PITCH * (G_VECTORS * i + j), r.from.has_channels() ? from : r.from.k,
                        r.from.has_channels());
-      } else if constexpr (SEPARATE) {
+      } else if constexpr (ALONE) {
         if (i < r.left) copy_async16(buffer + GATE_PITCH * (G_VECTORS * i + j), from, true);
       } else if constexpr (NARROW) {  // stays 0 elsewhere
         load_sixteen(raw.g[i][j], from, i < r.left && r.from.has_channels());
@@ -74,14 +75,15 @@ __device__ __forceinline__ void load_gate(Raw& raw, const NextLoad& r, u32 buffe
       }
     }
   }
-  if constexpr (SEPARATE) copy_async_commit();
+  if constexpr (ALONE) copy_async_commit();
 }
 
 // Waits until the gate has arrived. Blocks that only prepare load it with cp.async into shared memory (`buffer`: 16
 // bytes a lane). All loads to registers in the loop share one scoreboard, and the gate is used first in a step, so
 // it would also wait for the keys and queries, whose loads are issued last.
+template <bool ALONE = SEPARATE>
 __device__ __forceinline__ void receive_gate(Raw& raw, u32 buffer) {
-  if constexpr (SEPARATE) {
+  if constexpr (ALONE) {
     copy_async_wait<0>();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

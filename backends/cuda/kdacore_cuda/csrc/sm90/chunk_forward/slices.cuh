@@ -92,29 +92,34 @@ __device__ __forceinline__ void store_bias(const SliceWarp& w, u32 shared, Gate&
 }
 
 // Waits until a step's stage may be written.
-__device__ __forceinline__ void wait_for_stage(u32 shared, int c) {
-  barrier_wait(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), (u32)(own_use(c) & 1) ^ 1);
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ void wait_for_stage(u32 shared, const OwnStep& step) {
+  const u32 stage = own_stage<ALONE>(step);
+  barrier_wait(ALONE && SPACED ? room_at(shared, stage) : shared + OFFSET(SharedMemory, empty) + 8 * stage,
+               (u32)(own_use<ALONE>(step) & 1) ^ 1);
 }
 
-// Waits until a solver has read the sums that those of step c replace. `barriers`: parts_read or tiles_read.
-__device__ __forceinline__ void wait_for_solver(const SliceWarp& w, u32 shared, int c, u32 barriers) {
+// Waits until a solver has read the sums that those of the block's i-th step replace. `barriers`: parts_read or
+// tiles_read.
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ void wait_for_solver(const SliceWarp& w, u32 shared, u32 i, u32 barriers) {
   // The block's step that had those sums is GROUPS * SUMS ago; half a round of the barriers, or a whole one.
-  const u32 i = (u32)c / PREPARERS + (READS - GROUPS * SUMS);
-  barrier_wait(shared + barriers + 8 * read_barrier(w.group, i), (read_use(i) & 1) ^ 1);
+  i += READS<ALONE> - GROUPS * SUMS<ALONE>;
+  barrier_wait(shared + barriers + 8 * read_barrier<ALONE>(w.group, i), (read_use<ALONE>(i) & 1) ^ 1);
 }
 
-// Where this lane's sums of step c go.
-__device__ __forceinline__ u32 parts_of(const SliceWarp& w, int c) {
-  return w.parts + sums_offset((u32)c / PREPARERS);
+// Where this lane's sums of the block's i-th step go.
+template <bool ALONE = SEPARATE>
+__device__ __forceinline__ u32 parts_of(const SliceWarp& w, u32 i) {
+  return w.parts + sums_offset<ALONE>(i);
 }
 
-// Hands sums to the solver of step c. `across_halves` gives the second half's sums against the first.
-template <class F>
-__device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c, const Products& sums,
+// Hands sums to the solver of the block's i-th step. `across_halves` gives the second half's sums against the first.
+template <bool ALONE = SEPARATE, class F>
+__device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, u32 i, const Products& sums,
                                           F across_halves) {
-  const u32 i = (u32)c / PREPARERS;
-  const u32 parts = parts_of(w, c);
-  wait_for_solver(w, shared, c, OFFSET(SharedMemory, parts_read));
+  const u32 parts = parts_of<ALONE>(w, i);
+  wait_for_solver<ALONE>(w, shared, i, OFFSET(SharedMemory, parts_read));
   store_parts(parts, sums);
   if (w.at.half) {
     const Across across = across_halves();
@@ -123,31 +128,31 @@ __device__ __forceinline__ void hand_over(const SliceWarp& w, u32 shared, int c,
   warp_arrive(shared + OFFSET(SharedMemory, parts_ready) + 8 * (i % SOLVERS), w.l.lane);
 }
 
-// This warp's part of step c, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load. A second
+// This warp's part of a step, whose inputs are in `raw`. `to_next` moves `from` and `left` to the next load. A second
 // half without tokens is computed like any other: both warps of a pair then reach each barrier at the same
 // instruction, without which compute-sanitizer's synccheck reports divergent threads.
-template <class F>
-__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw, int c,
-                                           const Source& from, int& left, F to_next) {
-  w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH;
-  receive_gate(raw, w.gate);
+template <bool ALONE = SEPARATE, class F>
+__device__ __forceinline__ void slice_step(SliceWarp& w, u32 shared, const Gate& gate, Raw& raw,
+                                           const OwnStep& step, const Source& from, int& left, F to_next) {
+  w.at.stage = shared + OFFSET(SharedMemory, stages) + own_stage<ALONE>(step) * STAGE_PITCH;
+  receive_gate<ALONE>(raw, w.gate);
   float steps[2][8], across[8];
   gate_steps(raw, gate, w.bias, left, steps);
   to_next();
   Decays<BOUNDED> decays;
   if constexpr (BOUNDED)
-    load_gate(raw, {from, left}, w.gate);
+    load_gate<ALONE>(raw, {from, left}, w.gate);
   else
-    wait_for_solver(w, shared, c, tiles_read());
-  make_decays(raw, steps, decays, w.l, w.own_totals, parts_of(w, c));
-  if constexpr (!BOUNDED) load_gate(raw, {from, left}, w.gate);
+    wait_for_solver<ALONE>(w, shared, step.i, tiles_read());
+  make_decays(raw, steps, decays, w.l, w.own_totals, parts_of<ALONE>(w, step.i));
+  if constexpr (!BOUNDED) load_gate<ALONE>(raw, {from, left}, w.gate);
   exchange_totals(w.at, w.own_totals, across);
-  wait_for_stage(shared, c);
+  wait_for_stage<ALONE>(shared, step);
   store_decay(decays, across, w.l, w.at, w.own_totals);
   Products sums = {};
   Operands operands;
   prepare_slice(raw, decays, across, w.l, w.at, sums, operands, {from, left});
-  hand_over(w, shared, c, sums, [&] { return across_products(w.at, operands); });
+  hand_over<ALONE>(w, shared, step.i, sums, [&] { return across_products(w.at, operands); });
 }
 
 __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shared, int warp, int rank) {
@@ -184,7 +189,7 @@ __device__ __forceinline__ void slice_warp(const ChunkForwardParams& p, u32 shar
     store_bias(w, shared, gate, own_bias);
 #pragma unroll 1
     for (; c < task.stop; c += STRIDE)
-      slice_step(w, shared, gate, raw, c, from, left, [&] {
+      slice_step(w, shared, gate, raw, own_step(c), from, left, [&] {
         advance(from);
         left -= STRIDE * C;
       });

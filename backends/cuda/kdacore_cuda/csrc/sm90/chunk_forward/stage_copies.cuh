@@ -21,8 +21,8 @@ __device__ __forceinline__ void init_copy_barriers(u32 shared, u32 stage, int ra
 // The block of the cluster that is told when a scanning block has read stage `slot`: the one that prepares chunks for
 // it, or where a helper does, the scanning block itself.
 __device__ __forceinline__ u32 sender_of(u32 slot) {
-  if constexpr (HELPERS) {
-    static_assert(!HELPERS || (SCANNERS == 2 && PREPARERS == 3 && STAGES == 6),
+  if constexpr (HELPERS && SEPARATE) {
+    static_assert(!(HELPERS && SEPARATE) || (SCANNERS == 2 && PREPARERS == 3 && STAGES == 6),
                   "ranks by stage, four bits each");
     const u32 own = block_index() & 1;
     return (0x032032u | own << 20 | own << 8) >> (4 * slot) & 15;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_stage(u32 shared, int c, int lane) {
   fence_async_proxy();
   sync_warp();
   if (lane == 0) {
-    const u32 from = shared + OFFSET(SharedMemory, stages) + own_stage(c) * STAGE_PITCH,
+    const u32 from = shared + OFFSET(SharedMemory, stages) + own_stage(own_step(c)) * STAGE_PITCH,
               at = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
               full = shared + OFFSET(SharedMemory, full) + 8 * slot;
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void acknowledge_stages(const ChunkForwardParams& p, 
     const u32 slot = c % STAGES, from = sender_of(slot);
     barrier_wait(shared + OFFSET(SharedMemory, full) + 8 * slot, (u32)(c / STAGES & 1));
     if (from >= SCANNERS)
-      warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(c), from),
+      warp_arrive_remote(cluster_address(shared + OFFSET(SharedMemory, empty) + 8 * own_stage(own_step(c)), from),
                          lane);
     warp_arrive_remote(cluster_address(room_at(shared, slot), from), lane);
   }

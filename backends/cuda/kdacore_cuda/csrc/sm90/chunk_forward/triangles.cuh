@@ -143,25 +143,27 @@ struct SolverWarp {
 };
 constexpr int SOLVER_STRIDE = SOLVERS * PREPARERS;  // steps to a pair's next
 
-// This warp's part of step c, whose beta is in `beta`. `to_next` moves on and loads the next.
-template <class F>
-__device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared,
-                                            int c, int rank, u32 (&beta)[2], int left, F to_next) {
+// This warp's part of a step, whose beta is in `beta`. `wait_for_parts` waits for a barrier's phase, `to_next` moves on
+// and loads the next, `send` gives the finished chunk to others than this block's own warps; by the second warp.
+template <bool ALONE, class W, class F, class S>
+__device__ __forceinline__ void solve_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared,
+                                           const OwnStep& step, int rank, u32 (&beta)[2], int left,
+                                           W wait_for_parts, F to_next, S send) {
   const Lane& l = w.l;
-  const int slot = own_stage(c), i = c / PREPARERS, group = i % GROUPS;  // i: of the block's steps
+  const int slot = own_stage<ALONE>(step), i = step.i, group = i % GROUPS;
   const u32 stage = shared + OFFSET(SharedMemory, stages) + slot * STAGE_PITCH,
             full = shared + OFFSET(SharedMemory, full) + 8 * slot;
   const u32 parts =
-      shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane + sums_offset(i);
-  const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * read_barrier(group, i);
-  barrier_wait(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
-  if (w.half && !SEPARATE) publish_operands(stage, full, l.lane, rank);
+      shared + OFFSET(SharedMemory, parts) + group * SLICES * SLICE_PARTS + 16 * l.lane + sums_offset<ALONE>(i);
+  const u32 parts_read = shared + OFFSET(SharedMemory, parts_read) + 8 * read_barrier<ALONE>(group, i);
+  wait_for_parts(shared + OFFSET(SharedMemory, parts_ready) + 8 * w.pair, (u32)(i / SOLVERS & 1));
+  if (w.half && !ALONE) publish_operands(stage, full, l.lane, rank);
   Scalars s;
 #pragma unroll
   for (int n = 0; n < 2; ++n) s.beta[n] = activate_beta(p, beta[n], left > n);
   Products sums = {};
   add_parts(sums, parts + w.half * PARTS * PART_BYTES);
-  if constexpr (!BOUNDED) warp_arrive(shared + tiles_read() + 8 * read_barrier(group, i), l.lane);
+  if constexpr (!BOUNDED) warp_arrive(shared + tiles_read() + 8 * read_barrier<ALONE>(group, i), l.lane);
   if (w.half) {
     warp_arrive(parts_read, l.lane);
   }
@@ -187,16 +189,28 @@ __device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const S
   }
   sync_pair(SOLVER_BARRIER + w.pair);
   to_next();
-  if constexpr (HELPERS) {
-    if (w.half && rank == HELPER) store_stage(p, shared, c, l.lane);
-    if (w.half && rank != HELPER) send_stage(shared, c, l.lane);
-  } else if constexpr (SEPARATE) {
-    if (w.half) send_stage(shared, c, l.lane);
+  if constexpr (ALONE) {
+    send();
   } else if (w.half) {
     publish(stage, full, l.lane, rank);
-  } else if (EVERY_LANE) {
+  } else if (EVERY_LANE && !SPACED) {
     warp_arrive(full, l.lane);  // racecheck does not see that the second warp arrives for both
   }
+}
+
+// The same of step c where blocks take turns.
+template <class F>
+__device__ __forceinline__ void solver_step(const ChunkForwardParams& p, const SolverWarp& w, u32 shared,
+                                            int c, int rank, u32 (&beta)[2], int left, F to_next) {
+  const auto wait = [](u32 barrier, u32 parity) { barrier_wait(barrier, parity); };
+  solve_step<SEPARATE>(p, w, shared, {c, (u32)(c / PREPARERS)}, rank, beta, left, wait, to_next, [&] {
+    if constexpr (HELPERS) {
+      if (w.half && rank == HELPER) store_stage(p, shared, c, w.l.lane);
+      if (w.half && rank != HELPER) send_stage(shared, c, w.l.lane);
+    } else {
+      if (w.half) send_stage(shared, c, w.l.lane);
+    }
+  });
 }
 
 __device__ __forceinline__ SolverWarp make_solver_warp(u32 shared, int warp) {

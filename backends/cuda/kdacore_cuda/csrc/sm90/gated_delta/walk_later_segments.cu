@@ -27,11 +27,11 @@ KDA_KERNEL(THREADS, 1) walk_later_segments(KDA_PARAM GatedDeltaSegmentParams p) 
   if (!OF_SLICE && idle) return wait_for_inputs();
   if (warp < STATE_WARPS) {
     wait_for_inputs();
-    const Lane l = make_lane(warp, x.part);
     if constexpr (COMPOSES)
-      carry_state<false>(p, ComposedItem{x, shared}, StageRing<>{shared}, staging_at<false>(shared, warp), l);
+      carry_state<false>(p, ComposedItem{x, shared}, StageRing<>{shared}, staging_at<false>(shared, warp),
+                         make_lane(warp, x.part));
     else if (!idle)
-      carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), l);
+      carry_state<false>(p, x, StageRing<>{shared}, staging_at<false>(shared, warp), make_lane(warp, x.part));
   } else if constexpr (COMPOSES) {
     const int thread = thread_index() - 32 * STATE_WARPS;
     const ComposedItem own = {x, shared};

@@ -1,5 +1,5 @@
-"""``chunk_gated_delta_rule`` in segments whose blocks find their own starts, emulated on the CPU: against the oracle, as
-servers call it, and bit for bit against the launch that chains maps."""
+"""``chunk_gated_delta_rule`` in segments whose blocks find their own starts, emulated on the CPU: against the oracle,
+as servers call it, and bit for bit against the launch that chains maps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_calls import MODEL
+from cuda_calls import MODEL, request_of
 from emulated_backend import registered, run_emulated, wide_inference_cases
 from gated_delta_calls import (
     NAN,
@@ -38,6 +38,7 @@ from kdacore_cuda.gated_delta_variant import Variant
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
 SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
 """Chunks: two, one, one, then three each."""
+CHOOSE_LENGTHS = segments.choose_lengths
 ONES = SegmentLengths(1, 0, 1, 1, 1, 1, 1)
 COMPOSED = ["chunk_records", "walk_first_segments", "walk_later_segments"]
 CHAINED = ["chunk_records", "walk_first_segments", "chain", "walk_later_segments"]
@@ -215,12 +216,42 @@ def test_nan_of_another_sequence_reaches_nothing(emulated: list[str]) -> None:
     assert same_bits(run(inputs, **MODEL).o[0], want)
 
 
+# --- lengths -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", range(1, 23))
+def test_shorter_segments(monkeypatch: pytest.MonkeyPatch, items: int) -> None:
+    """No segment is shorter than packs have places for. Of 8192 tokens the long ones are walked at once, and the short
+    ones beside them in two rounds at most."""
+    monkeypatch.undo()
+    lengths, before = (segments.choose_lengths(items, 132, shorter) for shorter in (True, False))
+    if items > 8:
+        assert lengths == before
+        return
+    found = [lengths.of(i) for i in range(lengths.segments(128))]
+    assert found == sorted(found) and lengths.first == found[0] == 7
+    assert lengths.segments(32) == 5 and lengths.segments(sum(found)) == len(found)
+    longer = 2 * items * (len(found) - 5)
+    assert longer <= 132 and 2 * items * 4 <= 2 * (132 - longer)
+
+
+def test_a_call_in_shorter_segments(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lengths are those of one head, or of eight."""
+    monkeypatch.setattr(segments, "choose_lengths", CHOOSE_LENGTHS)
+    monkeypatch.setattr(choice, "USE_SHORTER_SEGMENTS", True)
+    inputs = draw(2048, HV=1, initial_state=state(1, 1))
+    request = request_of(OP, inputs, **MODEL)
+    assert (cut := segments.cut_of(request)) is not None and cut.segments == 5
+    check(inputs, 1.0, **MODEL)
+    assert names_of(emulated) == COMPOSED
+
+
 # --- which calls, conformance and the compiler ----------------------------------------------------------------------
 
 
 def test_not_before_a_gpu_has_run_them(emulated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not choice.USE_COMPOSED_STARTS
+    assert not (choice.USE_COMPOSED_STARTS or choice.USE_SHORTER_SEGMENTS)
 
 
 def test_float16_is_chained(emulated: list[str]) -> None:

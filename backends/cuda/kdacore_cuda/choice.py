@@ -277,7 +277,21 @@ eight, 1,300; that launch and its gap cost 3.5 us."""
 def composes_starts(r: Request, segments: int) -> bool:
     """Whether they do for a forward of the gated delta rule whose longest sequence has so many segments. Both ways give
     the same bits, so tokens may decide. Maps are bfloat16 whatever q is, and the products of such a walk are q's."""
-    return USE_COMPOSED_STARTS and r.dtype == "bfloat16" and segments <= _MOST_COMPOSED
+    return _may_compose(r) and segments <= _MOST_COMPOSED
+
+
+def _may_compose(r: Request) -> bool:
+    return USE_COMPOSED_STARTS and r.dtype == "bfloat16"
+
+
+USE_SHORTER_SEGMENTS = False
+"""Whether the first segments are shorter where blocks may find their starts themselves: not before both have been timed
+(the same log)."""
+
+
+def shorter_segments(r: Request) -> bool:
+    """Whether they are for a forward of the gated delta rule, however many tokens it has: these may move no border."""
+    return USE_SHORTER_SEGMENTS and _may_compose(r)
 
 
 def use_cut_backward(items: int, multiprocessors: int) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kdacore.types import Request
-from kdacore_cuda.choice import composes_starts
+from kdacore_cuda.choice import composes_starts, shorter_segments
 from kdacore_cuda.forms.backward.workspace import Buffer
 from kdacore_cuda.forms.choice_on_device import chosen
 from kdacore_cuda.forms.chunk_numbers import CHUNK, flags_of
@@ -21,7 +21,7 @@ from kdacore_cuda.forms.gated_delta.kernels import (
     first_segments_kernel,
     later_segments_kernel,
 )
-from kdacore_cuda.forms.gated_delta.segment_lengths import lengths_for
+from kdacore_cuda.forms.gated_delta.segment_lengths import SHORTER_SEGMENTS, lengths_for
 from kdacore_cuda.forms.launches import arguments_of
 from kdacore_cuda.forms.segments.kernels import chain_kernel, output_begins_early
 from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths, chain_blocks
@@ -32,13 +32,14 @@ from kdacore_cuda.runtime.device_figures import multiprocessors_of
 from kdacore_cuda.runtime.program import NOTHING, Launch, Value
 
 
-def choose_lengths(items: int, multiprocessors: int) -> SegmentLengths:
-    """Those for ``items`` sequences and value heads: two blocks a segment.
+def choose_lengths(items: int, multiprocessors: int, shorter: bool = False) -> SegmentLengths:
+    """Those for ``items`` sequences and value heads: two blocks a segment. ``shorter``: the first ones are shorter.
 
     The first segment is walked while maps of the later ones are made, so calls of two segments have neither maps nor a
     chain, and take as long as one walk over both, and a launch more.
     """
-    return lengths_for(max(1, multiprocessors // (2 * items)), first=1)
+    room = max(1, multiprocessors // (2 * items))
+    return lengths_for(room, 1, SHORTER_SEGMENTS) if shorter else lengths_for(room, 1)
 
 
 LEAST_SEGMENTS = 3
@@ -61,7 +62,7 @@ def cut_of(r: Request) -> Cut | None:
     if not chosen(r).cut or not r.T:
         return None
     items, multiprocessors = r.N * r.HV, multiprocessors_of(r)
-    lengths = choose_lengths(items, multiprocessors)
+    lengths = choose_lengths(items, multiprocessors, shorter_segments(r))
     segments = lengths.segments(-(-r.T // CHUNK))
     if segments < LEAST_SEGMENTS:
         return None
@@ -79,11 +80,10 @@ def numbers_of(r: Request, cut: Cut, buffer: Buffer) -> dict[str, int]:
     items, slots = r.N * r.HV, slots_of(r, cut)
     mapped, later = (slots, slots) if r.packed else (r.N * (cut.segments - 2), r.N * (cut.segments - 1))
     stored = slots * r.HV
-    starts = {"starts_at": buffer.add(stored * START_BYTES)} if cut.chain else {}
+    arrays = {"maps": MAP_BYTES, "addends": START_BYTES} | ({"starts": START_BYTES} if cut.chain else {})
     flags = FLAGS["EARLY_OUTPUT"] * output_begins_early(cut.chain * items, multiprocessors_of(r))
-    return cut.lengths.parameters(cut.segments) | starts | {
-        "maps_at": buffer.add(stored * MAP_BYTES),
-        "addends_at": buffer.add(stored * START_BYTES),
+    return cut.lengths.parameters(cut.segments) | {
+        **{f"{name}_at": buffer.add(stored * size) for name, size in arrays.items()},
         "first_blocks": 2 * (items + mapped * r.HV),
         "chain_blocks": cut.chain * items,
         "chain_flags": flags_of(r) | flags,

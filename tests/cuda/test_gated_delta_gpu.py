@@ -12,7 +12,7 @@ import kdacore
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
 from kdacore_cuda.forms.gated_delta import forward as gated_delta
-from kdacore_cuda.forms.gated_delta import launches
+from kdacore_cuda.forms.gated_delta import launches, segments
 
 pytestmark = pytest.mark.gpu
 OP = "chunk_gated_delta_rule"
@@ -51,6 +51,24 @@ CASES = {
     "many heads": lambda: draw(500, 4, 80),
     "large decays": lambda: draw(1100, 2, 4, gate="random"),
 }
+
+
+@pytest.mark.parametrize(("T", "H", "HV"), [(2048, 4, 8), (5003, 1, 2), (8192, 2, 8)])
+@pytest.mark.parametrize("shorter", [False, True])
+def test_composed_starts_have_the_bits_of_the_chain(
+    monkeypatch: pytest.MonkeyPatch, T: int, H: int, HV: int, shorter: bool
+) -> None:
+    """Products of a warpgroup and of a warp add up in the same order; which ones are used depends on the tokens."""
+    monkeypatch.setattr(choice, "USE_COMPOSED_STARTS", True)
+    monkeypatch.setattr(choice, "USE_SHORTER_SEGMENTS", shorter)
+    inputs, found = draw(T, H, HV), []
+    for most in (99, 0):
+        monkeypatch.setattr(choice, "_MOST_COMPOSED", most)
+        request = request_of(OP, inputs, output_final_state=True, **MODEL)
+        cut = segments.cut_of(request)
+        assert cut is not None and bool(cut.chain) == (most == 0)
+        found.append(gated_delta.forward(request, inputs))
+    assert same(*found)
 
 
 @pytest.mark.parametrize("name", CASES)

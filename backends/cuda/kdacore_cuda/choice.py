@@ -269,6 +269,34 @@ def most_cut(multiprocessors: int) -> int:
     return multiprocessors // 6
 
 
+USE_COMPOSED_STARTS = False
+"""Whether blocks of later segments find the states that these start from themselves, without a launch for it: not
+before a GPU has run and timed those kernels (the log of the gated delta rule has what is predicted)."""
+_MOST_COMPOSED = 12
+"""Segments of a sequence, at most. A step takes a block 1,840 cycles, and the launch's blocks, which share a state by
+eight, 1,300; that launch and its gap cost 3.5 us."""
+
+
+def composes_starts(r: Request, segments: int) -> bool:
+    """Whether they do for a forward of the gated delta rule whose longest sequence has so many segments. Both ways give
+    the same bits, so tokens may decide. Maps are bfloat16 whatever q is, and the products of such a walk are q's."""
+    return _may_compose(r) and segments <= _MOST_COMPOSED
+
+
+def _may_compose(r: Request) -> bool:
+    return USE_COMPOSED_STARTS and r.dtype == "bfloat16"
+
+
+USE_SHORTER_SEGMENTS = False
+"""Whether the first segments are shorter where blocks may find their starts themselves: not before both have been timed
+(the same log)."""
+
+
+def shorter_segments(r: Request) -> bool:
+    """Whether they are for a forward of the gated delta rule, however many tokens it has: these may move no border."""
+    return USE_SHORTER_SEGMENTS and _may_compose(r)
+
+
 def use_cut_backward(items: int, multiprocessors: int) -> bool:
     """Whether long sequences of so many items of the gated delta rule are walked in segments by the backward, too.
 

@@ -136,6 +136,9 @@ def _of_gated_delta(of: Variant) -> Iterator[Iterator[Kernel]]:
     segments = (in_segments,), _NO if of.marks or of.size == 64 else _EITHER  # of a slice of a row, or not
     yield _each(gated_delta.first_segments_kernel, *segments)
     yield _each(gated_delta.later_segments_kernel, *segments)
+    if not of.float16:
+        yield _each(gated_delta.first_segments_kernel, (in_segments,), _NO, _YES)
+        yield _each(gated_delta.later_segments_kernel, (in_segments,), _NO, _YES)
     if of.marks:
         yield _each(gated_delta.to_checkpoints_kernel, (of,))
         return

@@ -84,15 +84,30 @@ def walk_kernel(warpgroups: int, keeps: bool = False, of: Variant = WIDE) -> Ker
     return _walk("walk_records", GATED_DELTA, of, WARPGROUPS=warpgroups)
 
 
-def first_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
+def first_segments_kernel(of: Variant = WIDE, of_slice: bool = False, composes: bool = False) -> Kernel:
     """The first segment of every sequence and value head, walked from its start, beside the maps of the others: two
-    blocks each. ``of_slice``: of a slice of a row, from an unknown state: maps alone."""
-    return _walk("walk_first_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, OF_SLICE=of_slice or None)
+    blocks each.
+
+    Args:
+        of_slice: of a slice of a row, from an unknown state: maps alone.
+        composes: ahead of :func:`later_segments_kernel` with ``composes``.
+    """
+    return _segments_kernel("walk_first_segments", of, of_slice, composes)
 
 
-def later_segments_kernel(of: Variant = WIDE, of_slice: bool = False) -> Kernel:
-    """All other segments, walked from their starts: two blocks each. ``of_slice``: the first ones, too."""
-    return _walk("walk_later_segments", GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, OF_SLICE=of_slice or None)
+def later_segments_kernel(of: Variant = WIDE, of_slice: bool = False, composes: bool = False) -> Kernel:
+    """All other segments, walked from their starts: two blocks each.
+
+    Args:
+        of_slice: of a slice of a row: the first ones, too.
+        composes: the blocks find these starts themselves, from the maps of the segments before theirs. The same bits.
+    """
+    return _segments_kernel("walk_later_segments", of, of_slice, composes)
+
+
+def _segments_kernel(name: str, of: Variant, of_slice: bool, composes: bool) -> Kernel:
+    forms = {"OF_SLICE": of_slice or None, "COMPOSES": composes or None}
+    return _walk(name, GATED_DELTA_SEGMENTS, of, WARPGROUPS=1, **forms)
 
 
 def to_checkpoints_kernel(of: Variant = WIDE) -> Kernel:

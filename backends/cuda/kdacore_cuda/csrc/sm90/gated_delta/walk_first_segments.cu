@@ -8,7 +8,7 @@
 //
 // Macros from the host: WARPGROUPS, 1; OF_SLICE, for a slice of a row that several ranks share: maps alone, as no initial
 // state is known yet. First segments have one, too, and so has the last one of the sequence that goes on behind the
-// slice, the one that the last token belongs to.
+// slice, the one that the last token belongs to. COMPOSES: blocks of the next launch find their starts from the maps.
 #include "sm90/gated_delta/walk_map.cuh"
 #include "sm90/gated_delta/walk_segment.cuh"
 

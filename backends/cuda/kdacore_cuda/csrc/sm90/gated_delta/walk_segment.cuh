@@ -26,5 +26,5 @@ __device__ __forceinline__ void end_state(State& state, const GatedDeltaSegmentP
   if (checkpoint) write_own_state(state, p, row, l.t, checkpoint);
   if (OF_SLICE || item.index) return;
   write_pairs(state.s, row, 2 * l.t, full_state_at(p.addends, item.place));
-  write_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place + p.HV));
+  if (!COMPOSES) write_pairs(state.s, row, 2 * l.t, full_state_at(p.starts, item.place + p.HV));
 }

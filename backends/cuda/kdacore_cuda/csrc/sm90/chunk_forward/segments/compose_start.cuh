@@ -1,12 +1,9 @@
 // A block of output finds the start state of its segment itself: S = B_0, then S = S A_i + B_i for every
 // segment between. A sequence begins with zeros, so its first segment's A is not needed. The maps go
-// through the ring of stages, one a stage, before the segment's chunks.
-//
-// S and A are split in two bfloat16 parts each and multiplied in three products, about 16 bits, in the
-// chain's order (chain_step.cuh): the same bits, so the host may choose by the number of segments. Used by
-// output.cu.
+// through the ring of stages, one a stage, before the segment's chunks. Products: map_products.cuh. Used by output.cu.
 #pragma once
 
+#include "sm90/chunk_forward/segments/map_products.cuh"
 #include "sm90/chunk_forward/segments/segment_scan.cuh"
 
 // A map lies where a chunk's records from kt on and its values would be.
@@ -30,47 +27,6 @@ __device__ __forceinline__ void produce_maps(const SegmentParams& p, const Segme
   }
 }
 
-// sums = state A, with A in the ring's stage. `meanwhile()` is called once the state is not needed any more.
-// The low parts are taken while the first products run. The products with the low parts of A come last, so that
-// the high parts of the state are in use until then: otherwise the compiler would reuse their registers earlier,
-// and wait for the first products before it does.
-template <class Meanwhile>
-__device__ __forceinline__ void multiply_map(State& sums, State& state, OperandRing& ring, const Lane& l,
-                                             Meanwhile meanwhile) {
-  Operand high, low;
-  pack_state(high, state);
-  ring.wait_full();
-  const u32 image = ring.stage() + MAP_AT;
-  const u64 map = operand_descriptor(image, STATE_BYTES / 2, 8 * IMAGE_ROW),
-            map_low = operand_descriptor(image + STATE_BYTES, STATE_BYTES / 2, 8 * IMAGE_ROW);
-  fence_registers(sums.s);
-  fence_registers(high.a);
-  warpgroup_fence();
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) warpgroup_mma<1>(sums.s, high.a[kk], over_tokens(map, kk), kk);
-  warpgroup_commit();
-  end_basic_block(ring);
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    const Split s = split_tiles(state.s[2 * kk], state.s[2 * kk + 1]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) low.a[kk][e] = s.low[e];
-  }
-  fence_registers(low.a);
-  meanwhile();
-  warpgroup_fence();
-#pragma unroll
-  for (int kk = 0; kk < K_TILES; ++kk) {
-    warpgroup_mma<1>(sums.s, low.a[kk], over_tokens(map, kk), 1);
-    warpgroup_mma<1>(sums.s, high.a[kk], over_tokens(map_low, kk), 1);
-  }
-  warpgroup_commit();
-  warpgroup_wait<0>();
-  fence_registers(sums.s);
-  release(l, ring);
-  ring.next();
-}
-
 // Warps with the state.
 __device__ __forceinline__ void compose_start(const SegmentParams& p, const Segment& x, State& state,
                                               OperandRing& ring, const Lane& l) {
@@ -81,14 +37,15 @@ __device__ __forceinline__ void compose_start(const SegmentParams& p, const Segm
 #pragma unroll 1
   for (int left = uniform(maps_before(x.index)); left; --left) {
     State sums = {};
-    multiply_map(sums, state, ring, l, [&] {
-      addend += (u64)p.HV * FULL_STATE_BYTES;
-      read_addend();
-    });
-#pragma unroll
-    for (int i = 0; i < K / 8; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) state.s[i][e] += sums.s[i][e];
-    }
+    const u32 image = ring.stage() + MAP_AT;
+    multiply_map(
+        sums, state, image, image + STATE_BYTES, ring, [&] { ring.wait_full(); },
+        [&] {
+          addend += (u64)p.HV * FULL_STATE_BYTES;
+          read_addend();
+        });
+    release(l, ring);
+    ring.next();
+    add(state, sums);
   }
 }

@@ -11,7 +11,8 @@ from kdacore.types import Selection
 def why_left(selection: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why a fused step stays with the engine; empty where it does not.
 
-    There are records of fused steps for the CUDA backend alone, so another computes them only where it was asked for.
+    There are records of fused steps with the CUDA backend alone (in vLLM), so another one computes them only where it
+    was asked for.
     """
     if selection.request.device.type == "cpu" or selection.backend == "cuda" or was_asked_for(selection):
         return ""

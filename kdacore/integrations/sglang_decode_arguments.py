@@ -6,6 +6,7 @@ an index below zero names no slot.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +39,10 @@ def kda_decode_step(
     ``mixed_qkv`` ``[B, D]`` before the convolution; ``a`` holds ``B * HV * K`` elements, ``b`` ``B * HV`` and
     ``output_gate`` ``B * HV * V``. Returns ``o`` ``[1, B, HV, V]``.
     """
-    B, (HV, V, K) = mixed_qkv.shape[0], ssm_states.shape[1:]
+    op, B = "fused_decode_kda", mixed_qkv.shape[0]
+    if ssm_states.dim() != 4:
+        raise ContractError(op, "ssm_states", f"shape {tuple(ssm_states.shape)}", "[slots, HV, V, K]")
+    HV, V, K = ssm_states.shape[1:]
     arguments = {
         **_RAW_IN_POOL,
         **bounded_gate(lower_bound),
@@ -46,8 +50,8 @@ def kda_decode_step(
         "conv_weight": conv_weight,
         "conv_bias": conv_bias,
         "conv_state": conv_state,
-        "g": a.reshape(B, 1, HV, K),
-        "beta": b.reshape(B, 1, HV),
+        "g": _split(op, "a", a, (B, 1, HV, K)),
+        "beta": _split(op, "b", b, (B, 1, HV)),
         "A_log": A_log.reshape(-1),
         "dt_bias": dt_bias.reshape(-1),
         "initial_state": ssm_states,
@@ -55,12 +59,12 @@ def kda_decode_step(
     }
     if output_gate is not None:
         arguments |= {
-            "z": output_gate.reshape(B, 1, HV, V),
+            "z": _split(op, "output_gate", output_gate, (B, 1, HV, V)),
             "norm_weight": norm_weight,
             "norm_eps": norm_eps,
             "norm_activation": "sigmoid",
         }
-    return Call("fused_decode_kda", arguments, _of_one_row)
+    return Call(op, arguments, _of_one_row)
 
 
 def gdn_decode_step(
@@ -97,6 +101,17 @@ def gdn_decode_step(
         "state_indices": cache_indices,
     }
     return Call(op, arguments, _of_one_row)
+
+
+def _split(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An array whose heads may be one axis with others.
+
+    Raises:
+        ContractError: it has another number of elements.
+    """
+    if x.numel() != math.prod(shape):
+        raise ContractError(op, name, f"{x.numel()} elements", f"{math.prod(shape)}, those of {list(shape)}")
+    return x.reshape(shape)
 
 
 def _of_one_row(result: Any) -> Tensor:

@@ -3,18 +3,20 @@ where the model hands its gate over, as Kimi K3's does.
 
 The backend's ``forward_decode`` convolves, calls its kernel class, and copies states that the prefix cache tracks. It
 is replaced where that class is one of SGLang's Triton kernels, to which the other hooks apply. What is left here goes
-the way of those hooks: packed projections of Qwen's models in their fused form, for example.
+the way of those hooks.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kdacore.compat.call import Call
@@ -64,25 +66,45 @@ def with_step_of_kda(handover: Handover, original: Callable[..., Any]) -> Callab
 
 
 def with_step_of_gdn(handover: Handover, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``GDNAttnBackend.forward_decode``."""
+    """``GDNAttnBackend.forward_decode``. Qwen3.5 may hand over both projections; then it takes z back, too."""
 
     @functools.wraps(original)
     def forward_decode(
         self: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
     ) -> Any:
-        step, o = _step(handover, self, layer, mixed_qkv), None
-        if step is not None:
-            windows, states, rows = step
-            convolution = (layer.conv_weights, layer.bias, windows)
-            gates = (layer.A_log, layer.dt_bias)
-            given = (mixed_qkv, a, b, *convolution, *gates, states, rows, layer.activation)
-            o = compute_or_leave(handover, given, {}, _nothing)
-        if o is None:
+        def leave() -> Any:
             return original(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)
+
+        parts = _columns(layer, *mixed_qkv) if _are_two(mixed_qkv) else (mixed_qkv, a, b)
+        step = _step(handover, self, layer, parts[0])
+        if step is None:
+            return leave()
+        windows, states, rows = step
+        convolution = (layer.conv_weights, layer.bias, windows)
+        gates = (layer.A_log, layer.dt_bias)
+        given = (*parts[:3], *convolution, *gates, states, rows, layer.activation)
+        o = compute_or_leave(handover, given, {}, _nothing)
+        if o is None:
+            return leave()
         self._track_mamba_state_decode(forward_batch, windows, states, rows, layer.layer_id)
-        return o
+        return (o, parts[3].contiguous()) if len(parts) == 4 else o
 
     return forward_decode
+
+
+def _are_two(projections: Any) -> bool:
+    return isinstance(projections, tuple) and len(projections) == 2
+
+
+def _columns(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Any, ...]:
+    """Channels of the convolution, a, b and z ``[B, HV, V]``: views of columns ``[q | k | v | z]`` and ``[b | a]``. No
+    channels where there are other columns."""
+    HV, V = layer.num_v_heads, layer.head_v_dim
+    D = layer.q_dim + layer.k_dim + layer.v_dim
+    if qkvz.shape[-1] != D + HV * V or ba.shape[-1] != 2 * HV:
+        return None, None, None
+    b, a = ba.split(HV, dim=-1)
+    return qkvz[:, :D], a, b, qkvz[:, D:].unflatten(-1, (HV, V))
 
 
 _HOOKS: dict[str, tuple[str, Callable[..., Call], Callable[..., Callable[..., Any]]]] = {
@@ -129,18 +151,29 @@ class DecodeSteps:
 def _step(
     handover: Handover, backend: Any, layer: Any, mixed_qkv: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The windows, the states and the rows of a layer's step of one token a sequence; None where SGLang computes it:
-    other kernels than its Triton ones, states that are replayed, projections that are not one array."""
-    if not handover.is_active() or not all(isinstance(x, Tensor) for x in (mixed_qkv, layer.conv_weights)):
-        return None
-    kernel = backend.kernel_dispatcher.decode_kernel
-    if type(kernel).__name__ not in _KERNELS or not getattr(kernel, "supports_packed_decode", True):
+    """The windows, the states and the rows of a layer's step of one token a sequence; None where SGLang computes it."""
+    if not handover.is_active() or torch.compiler.is_compiling():  # no verdict is made in a traced graph
         return None
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     rows = backend.forward_metadata.mamba_cache_indices
-    if getattr(cache, "replayssm_d", None) is not None or mixed_qkv.shape[0] != rows.shape[0]:
+    if why := _why_not(backend.kernel_dispatcher.decode_kernel, layer, mixed_qkv, cache, rows):
+        handover.hook.decline(why)
         return None
     return cache.conv[0], cache.temporal, rows
+
+
+def _why_not(kernel: Any, layer: Any, mixed_qkv: Any, cache: Any, rows: Tensor) -> str:
+    """Why a step is SGLang's; empty where kdacore may be asked."""
+    name = type(kernel).__name__
+    if name not in _KERNELS or not getattr(kernel, "supports_packed_decode", True):
+        return f"SGLang decodes with {name}, or on another GPU than NVIDIA's and AMD's"
+    if not isinstance(mixed_qkv, Tensor) or not isinstance(layer.conv_weights, Tensor):
+        return "the projections or the convolution's weights are not one array as expected"
+    if getattr(cache, "replayssm_d", None) is not None:
+        return "states are replayed"
+    if mixed_qkv.shape[0] != rows.shape[0]:
+        return f"{mixed_qkv.shape[0]} tokens of {rows.shape[0]} sequences"
+    return ""
 
 
 def _nothing() -> None:
@@ -152,7 +185,7 @@ def _why_left(backend: Any) -> str:
     if not hasattr(backend, _STEP):
         return f"it has no {_STEP}"
     version = _installed()
-    numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
     first, last = _VERSIONS
     if version and not first <= numbers <= last:
         names = " to ".join(".".join(map(str, v)) for v in _VERSIONS)

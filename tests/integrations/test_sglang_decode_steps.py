@@ -21,7 +21,7 @@ from torch.nn.functional import conv1d, silu, softplus
 
 import kdacore
 from kdacore import integrations
-from kdacore.integrations import sglang
+from kdacore.integrations import sglang, sglang_decode_steps
 
 KDA, GDN = "KDAAttnBackend", "GDNAttnBackend"
 MODULES = {KDA: "kda_backend", GDN: "gdn_backend"}
@@ -158,13 +158,53 @@ def test_a_step_of_qwen(package: None, H: int, HV: int) -> None:
     assert counts(GDN) == (before[0] + 1, before[1])
 
 
+def test_qwen_hands_both_projections_over(package: None) -> None:
+    """As SGLang 0.5.23 does by default: z comes back with the output."""
+    step = Step(GDN, 2, 6)
+    step.layer.num_v_heads, step.layer.head_v_dim = 6, K
+    step.layer.q_dim = step.layer.k_dim = 2 * K
+    step.layer.v_dim = 6 * K
+    z = torch.randn(len(ROWS), 6 * K)
+    ba = torch.cat([step.b, step.a], dim=1)
+    with kdacore.record_selections() as ran:
+        o, gate = step.run((torch.cat([step.x, z], dim=1), ba))
+    assert [s.op for s in ran] == ["fused_decode_gated_delta_rule"]
+    step.check(o)
+    assert torch.equal(gate, z.view(-1, 6, K)) and gate.is_contiguous()
+    assert step.run((step.x, ba)) == THEIRS
+
+
+def test_bfloat16_with_weights_in_float32(package: None) -> None:
+    step = Step(KDA)
+    step.x, step.a, step.b = step.x.bfloat16(), step.a.bfloat16(), step.b.bfloat16()
+    step.cache.conv = [step.cache.conv[0].bfloat16()]
+    before = step.windows.clone()
+    o = step.run()
+    assert o.dtype == torch.bfloat16
+    step.before = before.float(), step.before[1]
+    step.x, step.a, step.b = step.x.float(), step.a.float(), step.b.float()
+    for n, row in enumerate(ROWS.tolist()):
+        if row >= 0:
+            want = step.expected(n, row)[0]
+            assert float((o[0, n].double() - want).norm() / want.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("name", [KDA, GDN])
+def test_a_traced_step_is_left(package: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict is made there, so a call that kdacore cannot serve would fail."""
+    step, before = Step(name), counts(name)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert step.run() == THEIRS and counts(name) == before
+
+
 @pytest.mark.parametrize("name", [KDA, GDN])
 def test_other_steps_are_left_to_sglang(package: None, name: str) -> None:
-    step = Step(name)
+    """With a reason each."""
+    step, before = Step(name), counts(name)
     step.cache.replayssm_d = torch.zeros(1)
     assert step.run() == THEIRS
     step.cache.replayssm_d = None
-    assert step.run((step.x, step.a)) == THEIRS
+    assert step.run((step.x, step.a, step.b)) == THEIRS
     step.backend.forward_metadata.mamba_cache_indices = ROWS[:2]
     assert step.run() == THEIRS
     step.backend.forward_metadata.mamba_cache_indices = ROWS
@@ -175,6 +215,7 @@ def test_other_steps_are_left_to_sglang(package: None, name: str) -> None:
     assert step.run() == THEIRS
     step.check_left_alone(list(range(SLOTS)))
     assert not hasattr(step.backend, "tracked")
+    assert counts(name) == (before[0], before[1] + 5)
 
 
 def test_a_gate_that_is_not_projected_yet_is_left(package: None) -> None:
@@ -186,10 +227,16 @@ def test_a_gate_that_is_not_projected_yet_is_left(package: None) -> None:
 @pytest.mark.parametrize("name", [KDA, GDN])
 def test_a_step_that_kdacore_declines_is_sglangs(package: None, name: str) -> None:
     step, before = Step(name), counts(name)
-    step.layer.A_log = torch.rand(step.HV + 1)
+    rates, step.layer.A_log = step.layer.A_log, torch.rand(step.HV + 1)
     assert step.run() == THEIRS
-    assert counts(name) == (before[0], before[1] + 1)
-    step.check_left_alone(list(range(SLOTS)))
+    step.layer.A_log, gates = rates, step.a
+    step.a = step.a[:, :-1]
+    assert step.run() == THEIRS
+    step.a = gates
+    step.cache.conv = [step.cache.conv[0].half()]
+    assert step.run() == THEIRS
+    assert counts(name) == (before[0], before[1] + 3)
+    assert torch.equal(step.cache.temporal, step.before[1])
 
 
 @pytest.mark.parametrize("name", [KDA, GDN])
@@ -200,6 +247,9 @@ def test_sglang_computes_when_inactive(package: None, name: str) -> None:
 
 
 def test_another_release_keeps_its_methods(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.5.17", "0.5.23+cu130", "0.5.20.post1"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        assert not sglang_decode_steps._why_left(SimpleNamespace(forward_decode=None))
     monkeypatch.setattr(metadata, "version", lambda name: "0.6.0")
     with pytest.warns(RuntimeWarning, match=r"0\.5\.17 to 0\.5\.23, and this is 0\.6\.0"):
         step = Step(KDA)

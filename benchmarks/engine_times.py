@@ -58,7 +58,8 @@ def _span(samples: list[float]) -> str:
 def _faster(theirs: list[float], ours: list[float]) -> str:
     """The ratio of the medians, and whether the ranges of all samples overlap."""
     ratio = f"{statistics.median(theirs) / statistics.median(ours):.2f}x"
-    return f"**{ratio}**" if max(ours) < min(theirs) else f"{ratio}, ranges overlap"
+    apart = max(ours) < min(theirs) or max(theirs) < min(ours)
+    return f"**{ratio}**" if apart else f"{ratio}, ranges overlap"
 
 
 def table(runs: list[Run]) -> str:

@@ -38,3 +38,15 @@ def test_the_page_is_what_the_script_would_write() -> None:
 )
 def test_what_counts_as_between_the_projections(kernel: str, counted: bool) -> None:
     assert engine_times.between_projections({kernel: 3.0, "others": 1.0}) == (3.0 if counted else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ([4.0, 6.0], [2.0, 3.0], "**2.00x**"),
+        ([2.0, 3.0], [4.0, 6.0], "**0.50x**"),
+        ([2.0, 6.0], [3.0, 5.0], "1.00x, ranges overlap"),
+    ],
+)
+def test_a_ratio_says_whether_ranges_overlap(theirs: list[float], ours: list[float], said: str) -> None:
+    assert engine_times._faster(theirs, ours) == said

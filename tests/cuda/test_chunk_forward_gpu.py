@@ -129,6 +129,31 @@ def test_helpers_of_a_pack_of_one_sequence(
 
 
 @GATES
+def test_a_graph_with_helpers_is_replayed_with_other_lengths(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Of a pack of one sequence: flags lie elsewhere in the workspace, where an earlier replay has left chunks."""
+    monkeypatch.setattr(choice, "use_dataflow", lambda *given: False)
+    pool = torch.randn(4, 24, 128, 128, device="cuda")
+    states, offsets = pool.clone(), torch.tensor([0, 2100], device="cuda")
+    row = torch.tensor([2], device="cuda")
+    inputs = draw(2100, 24)._replace(initial_state=states, state_indices=row, cu_seqlens=offsets)
+    request = request_of("chunk_kda", inputs, inplace_state=True, output_final_state=True, **options)
+    assert grid_of(request) == 30 * 4
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chunk_forward.forward(request, inputs).o
+    for length, slot in ((2100, 2), (1500, 1), (2100, -1), (64, 0), (2100, 3)):
+        offsets[1], row[0] = length, slot
+        states.copy_(pool)
+        eager = chunk_forward.forward(request, inputs).o[:, :length].clone(), states.clone()
+        states.copy_(pool)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured[:, :length], eager[0]) and torch.equal(states, eager[1])
+
+
+@GATES
 @pytest.mark.parametrize("cluster", [2, 4])
 def test_helpers_of_few_heads(monkeypatch: pytest.MonkeyPatch, cluster: int, options: dict[str, Any]) -> None:
     """Clusters with and without helpers, in a call small enough for compute-sanitizer."""

@@ -408,7 +408,8 @@ _PREPARING_TIMES = {True: (1.5, 1.35, 0.42), False: (1.9, 1.62, 0.68)}
 """By whether gates are bounded, in us on an H200: what a block that helps clusters of two takes for a step; what a step
 of those takes that prepare all of them, and how much less it would be if they prepared none."""
 _LEAST_SHARE = 0.15
-"""Of the steps that others prepare for clusters of two: with less, nobody does."""
+"""Of the steps that others prepare for clusters of two: with less, nobody does. The kernel gives them a sixth or
+more."""
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
 """Tokens of a short sequence, at most; items of a cluster, at least, where many short sequences have a kernel of
 their own, since uneven parts cost little there."""

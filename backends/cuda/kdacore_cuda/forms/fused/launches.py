@@ -25,7 +25,7 @@ def launches_of(r: Request) -> Launches:
         raise ValueError(f"{r.op}: another form serves this call")
     made = kernel_request(r)  # with V > 128: each block of 128 values is a value head
     if narrow := made is not r:  # the other kernels, of the same bits, are for K = V = 128
-        clusters = clusters._replace(preparing=0, many_short=False)
+        clusters = clusters._replace(preparing=0, many_short=False, spacing=0)
     numbers = call_numbers(r) | {"clusters": clusters.resident, "blocks": clusters.blocks(made.N * made.HV)}
     numbers["spacing"] = clusters.spacing
     numbers["HV"] = made.HV

@@ -88,6 +88,10 @@ class Handover:
         self._kinds = {}
         self._over_ranks = {}
 
+    def may_take(self) -> bool:
+        """May a call be taken by its verdict? Not in a traced graph, where none is made."""
+        return self.is_active() and not torch.compiler.is_compiling()
+
     def verdict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
         """Does kdacore take the call of these arguments? The reason it gives is kdacore's own."""
         try:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.errors import ContractError
+from kdacore.integrations.fused_steps import gated_delta_step
 from kdacore.integrations.gates import RAW, bounded_gate
 
 _RAW_IN_POOL = {**RAW, "inplace_state": True}
@@ -84,23 +85,11 @@ def gdn_decode_step(
 
     ``mixed_qkv`` ``[B, D]`` before the convolution, ``a`` and ``b`` ``[B, HV]`` raw. Returns ``o`` ``[1, B, HV, V]``.
     """
-    op = "fused_decode_gated_delta_rule"
-    if activation not in ("silu", "swish"):
-        raise ContractError(op, "activation", repr(activation), "'silu': the convolution's")
-    arguments = {
-        **_RAW_IN_POOL,
-        "x": mixed_qkv.unsqueeze(1),
-        "conv_weight": conv_weight,
-        "conv_bias": conv_bias,
-        "conv_state": conv_state,
-        "g": a.unsqueeze(1),
-        "beta": b.unsqueeze(1),
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "initial_state": ssm_states,
-        "state_indices": cache_indices,
-    }
-    return Call(op, arguments, _of_one_row)
+    convolution = (conv_weight, conv_bias, conv_state)
+    step = gated_delta_step(
+        mixed_qkv, a, b, *convolution, A_log, dt_bias, ssm_states, cache_indices, activation
+    )
+    return Call("fused_decode_gated_delta_rule", {**_RAW_IN_POOL, **step}, _of_one_row)
 
 
 def _split(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -9,21 +9,19 @@ the way of those hooks.
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kdacore.compat.call import Call
 from kdacore.integrations.fused_steps import why_left
-from kdacore.integrations.handover import Handover, compute_or_leave
+from kdacore.integrations.handover import Handover
 from kdacore.integrations.hooks import Hook, HookStatus, Patches
 from kdacore.integrations.sglang_decode_arguments import gdn_decode_step, kda_decode_step
+from kdacore.machine import release_of, version_of
 
 _BACKENDS = "sglang.srt.layers.attention.linear"
 _STEP = "forward_decode"
@@ -52,11 +50,10 @@ def with_step_of_kda(handover: Handover, original: Callable[..., Any]) -> Callab
         norm = () if gate is None or parts is None else (gate, *parts[5:7])
         convolution = (layer.conv_weights, layer.bias, windows.transpose(-1, -2))
         gates = (layer.A_log, layer.dt_bias, getattr(layer, "lower_bound", None))
-        o = compute_or_leave(
-            handover, (mixed_qkv, a, b, *convolution, *gates, states, rows, *norm), {}, _nothing
-        )
-        if o is None:
+        given = (mixed_qkv, a, b, *convolution, *gates, states, rows, *norm)
+        if not handover.verdict(given, {})[0]:
             return leave()
+        o = handover.compute(*given)
         if norm:
             layer._k3_onorm_consumed = True
         self._track_mamba_state_decode(forward_batch, windows, states, rows, layer.layer_id)
@@ -83,9 +80,9 @@ def with_step_of_gdn(handover: Handover, original: Callable[..., Any]) -> Callab
         convolution = (layer.conv_weights, layer.bias, windows)
         gates = (layer.A_log, layer.dt_bias)
         given = (*parts[:3], *convolution, *gates, states, rows, layer.activation)
-        o = compute_or_leave(handover, given, {}, _nothing)
-        if o is None:
+        if not handover.verdict(given, {})[0]:
             return leave()
+        o = handover.compute(*given)
         self._track_mamba_state_decode(forward_batch, windows, states, rows, layer.layer_id)
         return (o, parts[3].contiguous()) if len(parts) == 4 else o
 
@@ -152,7 +149,7 @@ def _step(
     handover: Handover, backend: Any, layer: Any, mixed_qkv: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The windows, the states and the rows of a layer's step of one token a sequence; None where SGLang computes it."""
-    if not handover.is_active() or torch.compiler.is_compiling():  # no verdict is made in a traced graph
+    if not handover.may_take():
         return None
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     rows = backend.forward_metadata.mamba_cache_indices
@@ -176,26 +173,13 @@ def _why_not(kernel: Any, layer: Any, mixed_qkv: Any, cache: Any, rows: Tensor) 
     return ""
 
 
-def _nothing() -> None:
-    """In place of a step that kdacore does not take."""
-
-
 def _why_left(backend: Any) -> str:
     """Why a backend keeps its method; empty where it does not."""
     if not hasattr(backend, _STEP):
         return f"it has no {_STEP}"
-    version = _installed()
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
+    version = version_of("sglang")
     first, last = _VERSIONS
-    if version and not first <= numbers <= last:
+    if version and not first <= release_of(version)[:3] <= last:
         names = " to ".join(".".join(map(str, v)) for v in _VERSIONS)
         return f"decode steps are replaced in SGLang {names}, and this is {version}"
     return ""
-
-
-def _installed() -> str:
-    """SGLang's version; empty where it has no metadata."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return ""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +29,7 @@ from kdacore.integrations.vllm_layers import (
     with_prefills_of_qwen,
     with_steps_of_kimi,
 )
+from kdacore.machine import version_of
 
 Translator = Callable[..., Call]
 _GDN_LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -164,16 +164,8 @@ def _replace(module: ModuleType) -> None:
 def _why_left(owner: Any, attribute: str, of_layer: bool) -> str:
     """Why a function of a module, or a method of a layer's class, stays vLLM's; empty where it is replaced."""
     if getattr(owner, attribute, None) is None:
-        return f"vLLM {_installed() or 'as installed'} has no such function"
-    version = _installed() if of_layer else ""
+        return f"vLLM {version_of('vllm') or 'as installed'} has no such function"
+    version = version_of("vllm") if of_layer else ""
     if version and not version.startswith(_LAYERS_OF):
         return f"methods of layers are replaced in vLLM {_LAYERS_OF}*, and this is {version}"
     return ""
-
-
-def _installed() -> str:
-    """vLLM's version; empty where it has no metadata."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kdacore.compat.call import Call
-from kdacore.errors import ContractError
+from kdacore.integrations.fused_steps import gated_delta_step
 from kdacore.integrations.gates import bounded_gate
 from kdacore.integrations.vllm_pools import RAW_IN_POOL
 
@@ -80,24 +80,10 @@ def gdn_decode_step(
     ``x`` ``[B, D]`` and ``conv_state`` ``[rows, D, L]`` before the convolution, ``a`` and ``b`` ``[B, HV]`` raw,
     ``out`` ``[B, HV, V]``. Returns None, as the layer's method does.
     """
-    op = "fused_decode_gated_delta_rule"
-    if activation not in ("silu", "swish"):
-        raise ContractError(op, "activation", repr(activation), "'silu': the convolution's")
-    arguments = {
-        **RAW_IN_POOL,
-        "x": x.unsqueeze(1),
-        "conv_weight": conv_weight,
-        "conv_bias": conv_bias,
-        "conv_state": conv_state,
-        "g": a.unsqueeze(1),
-        "beta": b.unsqueeze(1),
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "state_indices": state_indices,
-        "initial_state": state,
-        "out": out.unsqueeze(1),
-    }
-    return Call(op, arguments, lambda result: None)
+    convolution = (conv_weight, conv_bias, conv_state)
+    step = gated_delta_step(x, a, b, *convolution, A_log, dt_bias, state, state_indices, activation)
+    arguments = {**RAW_IN_POOL, **step, "out": out.unsqueeze(1)}
+    return Call("fused_decode_gated_delta_rule", arguments, lambda result: None)
 
 
 def fused_gdn_decode_post_conv_mtp(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kdacore.integrations.handover import Handover, compute_or_leave
@@ -72,9 +71,7 @@ def with_steps_of_kimi(
 
 def _takes(handover: Handover, arguments: tuple[Any, ...]) -> bool:
     """Would kdacore compute a call of these arguments outside a traced graph?"""
-    if not handover.is_active() or torch.compiler.is_compiling():
-        return False
-    return handover.verdict(arguments, {})[0]
+    return handover.may_take() and handover.verdict(arguments, {})[0]
 
 
 def with_prefills_of_qwen(

@@ -459,7 +459,7 @@ def test_another_vllm_starts_with_a_warning(
     version: str, source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A function that it lacks, or a layer whose attributes may be others, is left to it."""
-    monkeypatch.setattr(vllm.metadata, "version", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     module = ModuleType(KIMI_LINEAR)
     exec(source, module.__dict__)
     before = dict(module.__dict__)

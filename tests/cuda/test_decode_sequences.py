@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from decode_calls import KDA, NAN, WRITTEN, check, decode_inputs, decode_request
+from decode_calls import KDA, WRITTEN, check, decode_inputs, decode_request
 from decode_servers import IN_PLACE, candidates, launched
 from gated_delta_calls import in_each_order
 from pool_checks import same_bits
-from record_calls import PARTS, apart
-from test_decode_tokens import FEW, PLAIN_CALLS, by_states, verified_and_decoded
+from record_calls import PARTS
+from test_decode_tokens import FEW, PLAIN_CALLS, by_states, every_argument, verified_and_decoded
 
 from kdacore.types import DecodeInputs
 from kdacore_cuda import choice
@@ -112,23 +112,7 @@ def test_tokens_that_are_no_candidates(
 
 
 def test_every_argument(emulated: list[str], poison: None, in_turn: None) -> None:
-    """Rows read and written apart, another pool, new sequences, 32-bit indices, the convolution's bias, any strides of
-    windows, records in rows that lie apart."""
-    inputs = candidates(lengths=FEW, index=torch.int32, windows=True, **HEADS)
-    wide = torch.full_like(inputs.initial_state.repeat(2, 1, 1, 1), NAN)
-    spread = {name: torch.full((8, 9, *getattr(inputs, name).shape[2:]), NAN) for name in PARTS}
-    for name, x in spread.items():
-        x[:, 1:8:2] = getattr(inputs, name)
-    inputs = inputs._replace(
-        **{name: x[:, 1:8:2] for name, x in spread.items()},
-        conv_windows=apart(inputs.conv_windows),
-        conv_bias=torch.randn(inputs.x.shape[2]),
-        write_pool=wide,
-        write_indices=torch.tensor([9, 3, 8, 15, -1, 2], dtype=torch.int32),
-        has_initial_state=torch.tensor([True, False, True, True, False, True]),
-    )
-    inputs.num_replayed[1] = 0
-    check(inputs, **IN_PLACE)
+    check(every_argument(), **IN_PLACE)
     assert launched(emulated) == [NAME]
 
 

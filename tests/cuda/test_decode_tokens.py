@@ -133,7 +133,7 @@ def test_tokens_that_are_no_candidates(
     assert launched(emulated) == ["decode_tokens"]
 
 
-def test_every_argument(emulated: list[str], poison: None) -> None:
+def every_argument() -> DecodeInputs:
     """Rows read and written apart, another pool, new sequences, 32-bit indices, the convolution's bias, any strides of
     windows, records in rows that lie apart."""
     inputs = candidates(lengths=FEW, HV=1, K=128, index=torch.int32, windows=True)
@@ -150,7 +150,11 @@ def test_every_argument(emulated: list[str], poison: None) -> None:
         has_initial_state=torch.tensor([True, False, True, True, False, True]),
     )
     inputs.num_replayed[1] = 0
-    check(inputs, **IN_PLACE)
+    return inputs
+
+
+def test_every_argument(emulated: list[str], poison: None) -> None:
+    check(every_argument(), **IN_PLACE)
     assert launched(emulated) == ["decode_tokens"]
 
 

@@ -25,6 +25,7 @@ from gated_delta_calls import (
 )
 from pool_checks import pool_of, same_bits
 from spill_allowances import allowed
+from test_gated_delta_segments import CHOOSE_LENGTHS, CUT, SHORT, use_lengths
 
 from kdacore.types import ChunkInputs, Outputs
 from kdacore_cuda import choice
@@ -36,12 +37,8 @@ from kdacore_cuda.forms.segments.segment_lengths import SegmentLengths
 from kdacore_cuda.gated_delta_variant import Variant
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.first_cases(2)]
-SHORT = SegmentLengths(1, 0, 2, 1, 1, 2, 3)
-"""Chunks: two, one, one, then three each."""
-CHOOSE_LENGTHS = segments.choose_lengths
 ONES = SegmentLengths(1, 0, 1, 1, 1, 1, 1)
 COMPOSED = ["chunk_records", "walk_first_segments", "walk_later_segments"]
-CHAINED = ["chunk_records", "walk_first_segments", "chain", "walk_later_segments"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,16 +47,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     use_lengths(monkeypatch, SHORT)
 
 
-def use_lengths(monkeypatch: pytest.MonkeyPatch, lengths: SegmentLengths) -> None:
-    monkeypatch.setattr(segments, "choose_lengths", lambda *given: lengths)
-
-
 def in_both_ways(
     emulated: list[str], monkeypatch: pytest.MonkeyPatch, inputs: ChunkInputs, **options: Any
 ) -> list[Outputs]:
     """What a call gives with and without the chain's launch."""
     found = []
-    for composes, names in ((True, COMPOSED), (False, CHAINED)):
+    for composes, names in ((True, COMPOSED), (False, CUT)):
         monkeypatch.setattr(choice, "USE_COMPOSED_STARTS", composes)
         emulated.clear()
         found.append(run(inputs, output_final_state=True, **options))
@@ -182,7 +175,7 @@ def test_many_segments_are_chained(emulated: list[str], monkeypatch: pytest.Monk
     use_lengths(monkeypatch, ONES)
     inputs, most = draw(64 * 13, HV=1), choice._MOST_COMPOSED
     whole = run(inputs, **MODEL).o
-    assert names_of(emulated) == CHAINED
+    assert names_of(emulated) == CUT
     emulated.clear()
     fewer = inputs._replace(**{n: getattr(inputs, n)[:, : 64 * most].contiguous() for n in TOKENS})
     assert same_bits(run(fewer, **MODEL).o, whole[:, : 64 * most])
@@ -257,7 +250,7 @@ def test_not_before_a_gpu_has_run_them(emulated: list[str], monkeypatch: pytest.
 def test_float16_is_chained(emulated: list[str]) -> None:
     """Its products take float16 operands, and maps are bfloat16."""
     check(draw(300, of=torch.float16), **MODEL)
-    assert names_of(emulated) == CHAINED
+    assert names_of(emulated) == CUT
 
 
 QUICK = (f"{OP}-causality_append-base", f"{OP}-accuracy-collinear")

@@ -405,11 +405,11 @@ _LEAST_PREPARED_PART = {True: 23.5 / 132, False: 22.5 / 132}
 """By whether gates are bounded: items that others prepare for, at least, as part of the multiprocessors. With
 fewer, clusters of four do not wait for what those prepare (bounded), or other forms are faster (unbounded)."""
 _PREPARING_TIMES = {True: (1.5, 1.35, 0.42), False: (1.9, 1.62, 0.68)}
-"""By whether gates are bounded, in us on an H200: what a block that helps clusters of two takes for a step; what a step
-of those takes that prepare all of them, and how much less it would be if they prepared none."""
+"""By whether gates are bounded, us on an H200: a step prepared by a helper of clusters of two; a step of a cluster of
+two that prepares all of its steps; how much shorter that step is if it prepares none."""
 _LEAST_SHARE = 0.15
-"""Of the steps that others prepare for clusters of two: with less, nobody does. The kernel gives them a sixth or
-more."""
+"""Helpers of clusters of two are used if they can prepare at least this share of the steps. The kernel then gives them
+a sixth or more."""
 SHORT_TOKENS, SHORT_ITEMS = 4 * STEP_TOKENS, 8
 """Tokens of a short sequence, at most; items of a cluster, at least, where many short sequences have a kernel of
 their own, since uneven parts cost little there."""
@@ -505,8 +505,8 @@ def preparing_clusters(items: int, tokens: int, cluster: int, bounded: bool, dev
 
 
 def prepared_share(items: int, preparing: int, bounded: bool) -> float:
-    """Of the steps of ``items`` in clusters of two, the part that the blocks of ``preparing`` more such clusters
-    prepare: nine tenths of what they have the time for, so that nobody waits for them."""
+    """The share of the steps of ``items``, each in a cluster of two, that the blocks of ``preparing`` further clusters
+    prepare: nine tenths of their capacity, so that no cluster waits for them."""
     takes, step, saved = _PREPARING_TIMES[bounded]
     part = 0.9 * SCANNERS * preparing / (takes * items)
     return min(0.9, part * step / (1 + part * saved))
@@ -617,9 +617,10 @@ decode step has what is predicted)."""
 BLOCKS_IN_TURN = 2
 """Blocks of a multiprocessor, by shared memory, where each takes several sequences in turn."""
 _LEAST_AT_ONCE = 3
-"""Heads for each multiprocessor beyond which they do: as many blocks with one head each find room."""
+"""Heads per multiprocessor above which blocks take sequences in turn: so many blocks of one head are resident at
+once."""
 _LEAST_BUSY = 0.75
-"""The part of these places that must have a block: their number is a multiple of the heads."""
+"""Least share of the resident places that such a launch must fill, as its blocks are a multiple of the heads."""
 
 
 def sequences_in_turn(r: Request, mode: RecurrentMode, split: Split, device: Figures) -> int:

@@ -1,4 +1,5 @@
-// decode_tokens.cu for more heads than find room at once: a block takes a value head of several sequences in turn.
+// As decode_tokens.cu, for calls with more heads than can be resident at once: a block processes one value head of
+// several sequences, one sequence after the other.
 //
 // While a block computes, the loads of its next sequence are on their way. Shared memory is free for the next state as
 // soon as this one is in registers, the other inputs wait in registers, and numbers are asked for a sequence ahead of

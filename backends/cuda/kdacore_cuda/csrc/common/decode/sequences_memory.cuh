@@ -16,7 +16,7 @@ struct alignas(16) FoundSequence {
   u64 start, unused_too;      // the value head's state in the row that is read; 0: none is
 };
 struct SequencesMemory {
-  TokensMemory tokens;  // but for what is kept of a sequence
+  TokensMemory tokens;  // all but its `kept`: `found` has that here
   FoundSequence found[2];
   alignas(128) unsigned char states[WARPS][PART_BYTES];  // as in device memory, of the next sequence
   ChannelWeights weights;

@@ -1,9 +1,9 @@
 // Clusters of two with helpers: who prepares which step of a sequence and value head.
 //
-// The cluster's own blocks prepare the first OWN_START steps, while helpers begin, and then, in turns, steps
-// OWN_START + floor(j spacing), j = 0, 1, ...; p.spacing is in units of 2^-16.
-// Helpers prepare the others of all sequences and value heads: step after step, and within a step one sequence and value
-// head after the other, which they take in turns. So each head's next step is never far behind the others'.
+// The cluster's own two blocks alternate in preparing the first OWN_START steps, which gives helpers time to start, and
+// then steps OWN_START + floor(j spacing), j = 0, 1, ...; p.spacing is in units of 2^-16.
+// Helpers prepare all other steps of all sequences and value heads, assigned round-robin: all heads of one step, then all
+// heads of the next one, so no head falls far behind.
 #pragma once
 
 #include "sm90/chunk_forward/schedule.cuh"
